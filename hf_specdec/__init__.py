@@ -1,0 +1,48 @@
+"""Exact speculative decoding inside transformers' `generate`.
+
+`import hf_specdec` gives `model.generate()` the argument `speculative_mode=`; the output stays what it was.
+"""
+
+from . import analysis, errors
+from .config import AssistantConfig, PromptLookupConfig, SpeculativeConfig, configure
+from .draft import Budget, Context, Draft, Scores, Verdict
+from .drafters import AssistantDrafter, Drafter, PromptLookupDrafter
+from .errors import SpeculationError
+from .generation import SpeculativeGenerationMixin, install, uninstall
+from .modes import Mode, Request, mode_names, register_mode
+from .sampling import NoiseTape
+from .stats import RowStats, SpeculationStats, record
+
+from ._version import __version__
+
+__all__ = [
+    "AssistantConfig",
+    "AssistantDrafter",
+    "Budget",
+    "Context",
+    "Draft",
+    "Drafter",
+    "Mode",
+    "NoiseTape",
+    "PromptLookupConfig",
+    "PromptLookupDrafter",
+    "Request",
+    "RowStats",
+    "Scores",
+    "SpeculationError",
+    "SpeculationStats",
+    "SpeculativeConfig",
+    "SpeculativeGenerationMixin",
+    "Verdict",
+    "__version__",
+    "analysis",
+    "configure",
+    "errors",
+    "install",
+    "mode_names",
+    "record",
+    "register_mode",
+    "uninstall",
+]
+
+install()

@@ -1,0 +1,175 @@
+"""Commit and roll back: the only file that touches the layers of a transformers cache.
+
+After a forward over a block of n nodes the cache holds n new slots for every row. `commit` keeps the slots of each
+row's accepted path, in order, and drops the rest. Rows that keep fewer than the longest leave a hole, or are shifted
+to the right so that the hole becomes left padding.
+
+Layers of shape keys, values: [B, heads, slots, head_dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    QuantizedCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from .errors import UnsupportedCacheError
+
+# Layers whose slots this file knows how to move. Subclasses may keep more state, so they do not count.
+_MOVABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, DummyLayer)
+
+
+def check_kind(cache: object) -> None:
+    """Raise `UnsupportedCacheError` for caches that cannot be rolled back, before the model runs."""
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        raise UnsupportedCacheError(
+            f"Speculative decoding needs a decoder-only transformers `Cache`, got {type(cache).__name__}. Remove the "
+            "`cache` (`past_key_values`) argument, or pass a `DynamicCache`."
+        )
+    if isinstance(cache, QuantizedCache):
+        raise UnsupportedCacheError(
+            f"{type(cache).__name__} cannot drop tokens once they are quantized, so drafts cannot be rolled back. "
+            "Use cache_implementation='dynamic' or 'static'."
+        )
+    if getattr(cache, "offloading", False):
+        raise UnsupportedCacheError(
+            "An offloaded cache moves its layers while the model runs and cannot be rolled back. Use "
+            "cache_implementation='dynamic' or 'static'."
+        )
+
+
+def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
+    """Raise `UnsupportedCacheError` where `crop` could not undo a forward within the first `total_slots` slots.
+
+    Layers with a convolution or recurrent state only know what they are after a first forward.
+    """
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, StaticSlidingWindowLayer):
+            # slots are overwritten once the window is full; until then they can be dropped
+            croppable = layer.max_cache_len >= total_slots
+        elif type(layer) is StaticLayer:
+            croppable = True
+        else:
+            croppable = bool(getattr(layer, "is_croppable", False))
+        if not croppable:
+            raise UnsupportedCacheError(
+                f"Layer {index} of the cache of {model_name} is a {type(layer).__name__}, which cannot drop tokens "
+                "again (it holds a recurrent state, quantized keys, or a static sliding window that is full). Use "
+                "cache_implementation='dynamic', another model, or on_unsupported='plain'."
+            )
+
+
+def record_past(cache: Cache, on: bool) -> None:
+    """Let sliding windows keep what a rollback needs until the next commit, or stop doing so."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = on
+
+
+def is_movable(cache: Cache) -> bool:
+    """Whether slots can be moved within the cache; otherwise only the last ones can be dropped."""
+    return all(type(layer) in _MOVABLE for layer in cache.layers)
+
+
+def has_windows(cache: Cache) -> bool:
+    """Whether a layer counts its window in slots, so that holes would push out keys that are still visible."""
+    return any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+
+
+def capacity(cache: Cache) -> int | None:
+    """Slots a static cache has in all; None where the cache grows."""
+    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return min(lengths) if lengths else None
+
+
+def slots(cache: Cache) -> int:
+    """Slots in use."""
+    return int(cache.get_seq_length())
+
+
+def mask_size(cache: Cache, layer_index: int, width: int) -> tuple[int, int]:
+    """(keys that attention will see in a forward over `width` tokens, slot number of the first of them)."""
+    return cache.get_mask_sizes(width, layer_index)
+
+
+def crop(cache: Cache, tokens: int) -> None:
+    """Drop the last `tokens` slots of every row; trim sliding windows to their size."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            layer.cumulative_length.sub_(tokens)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int -= tokens
+        else:
+            layer.crop(-tokens)
+
+
+def gather_block(cache: Cache, width: int, nodes: torch.Tensor) -> None:
+    """Move the block's nodes `nodes [B, m]` to its first m slots and drop its other `width - m` slots."""
+    kept = nodes.shape[1]
+    for layer in _stored(cache):
+        for tensor in (layer.keys, layer.values):
+            end = int(layer.cumulative_length) if isinstance(layer, StaticLayer) else tensor.shape[-2]
+            block = tensor[:, :, end - width : end]
+            index = nodes.to(tensor.device)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
+            block[:, :, :kept] = block.gather(2, index)
+    crop(cache, width - kept)
+
+
+def realign(cache: Cache, source: torch.Tensor, total: int) -> None:
+    """Rebuild every row from the slots `source [B, total]`, counted as they are now."""
+    before = slots(cache)
+    for layer in _stored(cache):
+        if isinstance(layer, StaticLayer):
+            for tensor in (layer.keys, layer.values):
+                tensor[:, :, :total] = _gather_slots(tensor, source)
+            layer.cumulative_length.sub_(before - total)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int -= before - total
+            continue
+        first = before - layer.keys.shape[-2]  # slot number of the oldest slot this layer still holds
+        window = layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else total
+        local = source[:, max(0, total - window) :] - first
+        layer.keys, layer.values = _gather_slots(layer.keys, local), _gather_slots(layer.values, local)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = total
+
+
+def select_rows(cache: Cache, rows: Sequence[int]) -> None:
+    """Keep only these rows of the batch."""
+    for layer in _stored(cache):
+        index = torch.tensor(list(rows), device=layer.keys.device)
+        layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+
+
+def _stored(cache: Cache) -> list:
+    return [layer for layer in cache.layers if not isinstance(layer, DummyLayer) and layer.is_initialized]
+
+
+def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`tensor [B, heads, slots, dim]` at slots `source [B, m]`; what a window no longer holds was padding."""
+    index = source.to(tensor.device).clamp(min=0)[:, None, :, None]
+    return tensor.gather(2, index.expand(-1, tensor.shape[1], -1, tensor.shape[-1]))
+
+
+def new_cache(config: object) -> DynamicCache:
+    """An empty growing cache for a model's text config, ready to be rolled back."""
+    cache = DynamicCache(config=config)  # type: ignore[arg-type]
+    record_past(cache, True)
+    return cache
+
+
+def window(cache: Cache, layer_index: int) -> int | None:
+    """Size of a growing layer's sliding window; None where it sees everything."""
+    layer = cache.layers[layer_index]
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None

@@ -1,0 +1,184 @@
+"""Settings: one dataclass per mode, checked when made, and their place on a `GenerationConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import InvalidSettingError
+
+Acceptance = Literal["coupled", "rejection", "typical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Settings that every mode shares.
+
+    Main arguments:
+        num_draft_tokens: tokens to draft a round. `"auto"` lets the controller size every draft by what forwards
+            cost here and how often drafts are accepted; a number fixes it, for runs that draft the same every time.
+            The output never depends on it.
+        acceptance: `"coupled"` (the text of plain decoding, seed for seed), `"rejection"` (arXiv:2211.17192: the same
+            distribution, other draws) or `"typical"` (arXiv:2401.10774: LOSSY, the output changes).
+
+    Other arguments:
+        max_draft_tokens: most tokens drafted a round under `"auto"`.
+        typical_epsilon: threshold of `"typical"`: lower bound on p(x) that always suffices.
+        typical_delta: threshold of `"typical"`: factor on exp(-entropy).
+        on_unsupported: `"error"` raises where a model, cache or way of generating cannot be sped up exactly;
+            `"plain"` warns and decodes plainly.
+    """
+
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    acceptance: Acceptance = "coupled"
+    max_draft_tokens: int = 32
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    on_unsupported: Literal["error", "plain"] = "error"
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_range(self, "num_draft_tokens", 0)
+        _check_range(self, "max_draft_tokens", 0)
+        _check_range(self, "typical_epsilon", 0.0, 1.0)
+        _check_range(self, "typical_delta", 0.0, 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings that differ from their defaults, as JSON-able values."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLookupConfig(SpeculativeConfig):
+    """Settings of `prompt_lookup`.
+
+    Args:
+        min_match_length: shortest suffix of the text that is looked up in it.
+        max_match_length: longest suffix whose length still tells matches apart.
+    """
+
+    min_match_length: int = 1
+    max_match_length: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range(self, "min_match_length", 1)
+        _check_range(self, "max_match_length", self.min_match_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig(SpeculativeConfig):
+    """Settings of `assistant`.
+
+    Args:
+        draft_sampling: when the target samples, `"tape"` lets the draft model read the target's own noise, so that
+            both pick the same token as often as can be (arXiv:2408.07978); `"greedy"` takes its argmax.
+        max_vocabulary_padding: most entries by which the two vocabularies may differ and still be the same
+            vocabulary padded to different sizes.
+    """
+
+    draft_sampling: Literal["tape", "greedy"] = "tape"
+    max_vocabulary_padding: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range(self, "max_vocabulary_padding", 0)
+
+
+def make_config(kind: type[SpeculativeConfig], settings: Any, mode: str) -> SpeculativeConfig:
+    """The mode's config from what the user gave: None, a dict, or the config itself.
+
+    Raises:
+        InvalidSettingError: an unknown setting, a wrong type, or another mode's config.
+    """
+    if settings is None:
+        return kind()
+    if isinstance(settings, kind):
+        return settings
+    if isinstance(settings, SpeculativeConfig) or not isinstance(settings, dict):
+        raise InvalidSettingError(
+            f"speculative_config of mode {mode!r} must be a dict or a {kind.__name__}, got {type(settings).__name__}."
+        )
+    known = [field.name for field in dataclasses.fields(kind)]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise InvalidSettingError(
+            f"Unknown setting{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} for mode {mode!r}. "
+            f"Known settings: {', '.join(known)}."
+        )
+    return kind(**settings)
+
+
+def configure(target: Any, mode: str | None, config: dict[str, Any] | SpeculativeConfig | None = None) -> None:
+    """Make a mode the default of a model or a `GenerationConfig`, so that it is saved with it.
+
+    Args:
+        target: a model (its `generation_config` is replaced by a copy that carries the mode) or a `GenerationConfig`
+            (changed in place).
+        mode: name of the mode; None removes it again.
+        config: settings, a dict or the mode's config.
+
+    Raises:
+        UnknownModeError, InvalidSettingError: before anything is changed.
+    """
+    import copy
+
+    from transformers import GenerationConfig
+
+    from .modes import get_mode
+
+    settings: dict[str, Any] | None = None
+    if mode is not None:
+        settings = make_config(get_mode(mode).config, config, mode).to_dict()
+    generation_config = target
+    if not isinstance(target, GenerationConfig):
+        generation_config = copy.deepcopy(target.generation_config)
+    generation_config.speculative_mode = mode
+    generation_config.speculative_config = settings or None
+    # transformers drops custom entries on reload from a config it derived from the model's own
+    generation_config._from_model_config = False
+    if generation_config is not target:
+        target.generation_config = generation_config
+
+
+def _check_types(config: SpeculativeConfig) -> None:
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if not _fits(value, hint):
+            raise InvalidSettingError(f"{field.name} must be {_spell(hint)}, got {value!r}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint) and isinstance(value, str)
+    if typing.get_args(hint):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_args(hint):
+        return " or ".join(_spell(option) for option in typing.get_args(hint))
+    return {"int": "a whole number", "float": "a number", "bool": "True or False"}.get(hint.__name__, hint.__name__)
+
+
+def _check_range(config: SpeculativeConfig, name: str, low: float, high: float | None = None) -> None:
+    value = getattr(config, name)
+    if isinstance(value, str):
+        return
+    if not value >= low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidSettingError(f"{name} must be {bounds}, got {value!r}.")

@@ -1,0 +1,303 @@
+"""How large a draft pays here: what forwards cost, how often drafts hold, and the ratio rule that weighs the two.
+
+A round over n nodes commits E(n) tokens in T(n) seconds. The size that maximises E / T is taken; zero is a size
+(Sequoia, arXiv:2402.12374, section 3.3). T is measured in the run itself: it is a staircase that differs between
+machines, batches and dtypes. E follows from the drafters' confidences, corrected by what became of earlier ones.
+Outputs never depend on any of this.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from . import tree
+from .draft import Budget, Draft, Verdict
+
+# Cost of a forward over n tokens relative to one token, until it has been measured (tokens of all rows)
+_PRIOR_COST = {
+    "cpu": [(1, 1.0), (2, 1.15), (3, 1.25), (4, 1.45), (6, 1.6), (8, 1.85), (16, 2.2), (32, 2.9), (64, 4.5)],
+    "accelerator": [(1, 1.0), (8, 1.03), (16, 1.06), (32, 1.12), (64, 1.25), (128, 1.6), (256, 2.5)],
+}
+# Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
+_MARGIN = 1.02
+
+
+class CostModel:
+    """Seconds of a target forward over n nodes a row, from the forwards made so far."""
+
+    def __init__(self, device_type: str) -> None:
+        self._prior = _PRIOR_COST["cpu" if device_type == "cpu" else "accelerator"]
+        self._samples: dict[tuple[int, int], deque[float]] = {}
+
+    def observe(self, batch: int, width: int, seconds: float) -> None:
+        """A forward over `width` nodes in each of `batch` rows took this long."""
+        self._samples.setdefault((batch, width), deque(maxlen=9)).append(seconds)
+
+    def seconds(self, batch: int, width: int) -> float:
+        """Expected seconds of such a forward (in units of one plain step while nothing has been measured)."""
+        samples = self._samples.get((batch, width), ())
+        if len(samples) >= 3:
+            return statistics.median(samples)
+        scaled = self._from_neighbour(batch, width)
+        if not samples:
+            return scaled
+        return (scaled + min(samples)) / 2
+
+    def _from_neighbour(self, batch: int, width: int) -> float:
+        """Scaled from the nearest width measured, by the prior's shape."""
+        measured = [
+            (abs(other - width), other, samples)
+            for (rows, other), samples in self._samples.items()
+            if rows == batch and (other != width or len(self._samples) == 1)
+        ]
+        if not measured:
+            return self._prior_ratio(batch * width) / self._prior_ratio(batch)
+        _, other, samples = min(measured, key=lambda item: (item[0], item[1]))
+        return statistics.median(samples) * self._prior_ratio(batch * width) / self._prior_ratio(batch * other)
+
+    def _prior_ratio(self, tokens: int) -> float:
+        points = self._prior
+        index = bisect_left(points, (tokens, 0.0))
+        if index == len(points):  # beyond the table: as steep as its last step
+            (x0, y0), (x1, y1) = points[-2:]
+        elif index == 0:
+            return points[0][1]
+        else:
+            (x0, y0), (x1, y1) = points[index - 1], points[index]
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+
+class Calibrator:
+    """Turns a drafter's confidence into the acceptance it has meant so far (a reliability diagram)."""
+
+    BINS = 20
+    PRIOR_WEIGHT = 4.0  # the drafter's own word counts as this many observations
+    MEMORY = 100.0  # observations per bin after which old ones fade
+
+    def __init__(self) -> None:
+        self._accepted = [0.0] * self.BINS
+        self._tried = [0.0] * self.BINS
+
+    def _bin(self, confidence: float) -> int:
+        return min(int(confidence * self.BINS), self.BINS - 1)
+
+    def probability(self, confidence: float) -> float:
+        """Probability that a node of this confidence is accepted once its parent is."""
+        index = self._bin(confidence)
+        accepted = self._accepted[index] + self.PRIOR_WEIGHT * min(confidence, 0.98)
+        return accepted / (self._tried[index] + self.PRIOR_WEIGHT)
+
+    def observe(self, confidence: float, accepted: bool) -> None:
+        index = self._bin(confidence)
+        if self._tried[index] >= self.MEMORY:
+            self._tried[index] *= 0.5
+            self._accepted[index] *= 0.5
+        self._tried[index] += 1.0
+        self._accepted[index] += float(accepted)
+
+    @property
+    def observations(self) -> float:
+        return sum(self._tried)
+
+    @property
+    def mean(self) -> float:
+        """Acceptance over everything observed; 0.5 before anything was."""
+        return (sum(self._accepted) + 1.0) / (self.observations + 2.0)
+
+
+class Controller(Protocol):
+    """Decides how much is drafted and how much of a draft is verified."""
+
+    def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
+        """What a drafter may propose; `rooms[b]` is the depth that row b could still commit."""
+        ...
+
+    def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
+        """The part of a proposal that is worth verifying; `most_nodes` fit into the cache besides the root."""
+        ...
+
+    def observe(
+        self, proposal: Draft, verified: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """Learn from a round: the whole proposal, the part verified, what came of it, and what it cost."""
+        ...
+
+
+class FixedController:
+    """Drafts of a fixed number of tokens: the same every run."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
+        depth = [min(room, self.tokens) for room in rooms]
+        return Budget(depth=depth, nodes=self.tokens, trees=trees, pays=lambda chains: True)
+
+    def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
+        return draft.keep(
+            [
+                _largest(draft, row, min(self.tokens, most_nodes)) if running[row] else [0]
+                for row in range(draft.batch_size)
+            ]
+        )
+
+    def observe(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class AdaptiveController:
+    """Sizes every draft by the ratio rule.
+
+    Args:
+        costs: what target forwards cost here; shared by the calls on one model.
+        most_tokens: most tokens drafted a row and round.
+    """
+
+    FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds without drafting after drafting has not paid
+    LEARNING = 12  # observations before drafting may be given up
+
+    def __init__(self, costs: CostModel, most_tokens: int) -> None:
+        self.costs = costs
+        self.most_tokens = most_tokens
+        self.calibrator = Calibrator()
+        self._draft_seconds = 0.0  # per drafted token, decaying mean
+        self._paused = 0
+        self._next_pause = self.FIRST_PAUSE
+
+    def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
+        self._rows = sum(room >= 0 for room in rooms) or 1
+        tokens = self.most_tokens
+        if self._paused:
+            self._paused -= 1
+            tokens = 0
+        elif not self._drafting_pays():
+            self._paused = self._next_pause
+            self._next_pause = min(2 * self._next_pause, self.LONGEST_PAUSE)
+            tokens = 0
+        depth = [max(0, min(room, tokens)) for room in rooms]
+        return Budget(depth=depth, nodes=tokens, trees=trees, pays=self._pays)
+
+    def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
+        if draft.is_empty:
+            return draft
+        rows = [row for row in range(draft.batch_size) if running[row]]
+        most = min(self.most_tokens, most_nodes)
+        # expected tokens of all rows with the best i drafted nodes each
+        expected = [float(len(rows))] + [0.0] * most
+        for row in rows:
+            reached = sorted(self._path_probabilities(draft, row)[1:], reverse=True)[:most]
+            for index, probability in enumerate(reached, start=1):
+                expected[index] += probability
+        expected = list(accumulate(expected))
+        widest = min(most, draft.width - 1)
+        plain = expected[0] / self.costs.seconds(len(rows), 1) * _MARGIN
+        best, best_rate = 0, plain
+        for nodes in range(1, widest + 1):
+            rate = expected[nodes] / self.costs.seconds(len(rows), nodes + 1)
+            if rate > best_rate:
+                best, best_rate = nodes, rate
+        return draft.keep(
+            [
+                self._largest_calibrated(draft, row, best) if running[row] else [0]
+                for row in range(draft.batch_size)
+            ]
+        )
+
+    def observe(
+        self, proposal: Draft, verified: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        rows = sum(bool(committed) for committed in verdict.committed)
+        self.costs.observe(rows, verified.width, verify_seconds)
+        drafted = proposal.width - 1
+        if drafted:
+            each = draft_seconds / drafted
+            self._draft_seconds = each if not self._draft_seconds else 0.8 * self._draft_seconds + 0.2 * each
+        for row, committed in enumerate(verdict.committed):
+            self._learn(proposal, row, committed)
+
+    # ------------------------------------------------------------------ expectations
+
+    def _path_probabilities(self, draft: Draft, row: int) -> list[float]:
+        confidence = draft.confidence[row] if draft.confidence is not None else [0.5] * len(draft.tokens[row])
+        return tree.path_probabilities(draft.parents[row], [self.calibrator.probability(c) for c in confidence])
+
+    def _largest_calibrated(self, draft: Draft, row: int, nodes: int) -> list[int]:
+        reached = self._path_probabilities(draft, row)
+        order = sorted(range(len(reached)), key=lambda node: (-reached[node], node))
+        return sorted(order[: nodes + 1])
+
+    def _learn(self, proposal: Draft, row: int, committed: Sequence[int]) -> None:
+        """Every drafted child of a committed node was right or wrong, whether it was verified or not."""
+        if proposal.confidence is None:
+            return
+        node = 0
+        for token in committed:
+            below = proposal.children[row][node]
+            for child in below:
+                self.calibrator.observe(proposal.confidence[row][child], proposal.tokens[row][child] == token)
+            carried = [child for child in below if proposal.tokens[row][child] == token]
+            if not carried:
+                return
+            node = carried[0]
+
+    # ------------------------------------------------------------------ drafters that pay per token
+
+    def _pays(self, chains: Sequence[Sequence[float]]) -> bool:
+        """Whether one more token on each of these chains of confidences is worth drafting and verifying."""
+        rows, length = len(chains), max(map(len, chains), default=0)
+        expected, reached, conditional = float(rows), 0.0, 0.0
+        for chain in chains:
+            probabilities = [self.calibrator.probability(confidence) for confidence in chain]
+            products = list(accumulate(probabilities, lambda a, b: a * b))
+            expected += sum(products)
+            reached += products[-1] if products else 1.0
+            conditional += probabilities[-1] if probabilities else self.calibrator.mean
+        conditional /= rows
+        spent = self.costs.seconds(self._rows, length + 1) + length * self._draft_seconds
+        rate = expected / spent
+        gain = 0.0
+        for ahead in range(1, 5):  # costs are a staircase: a step up may pay with what comes after it
+            reached *= conditional
+            gain += reached
+            later = self.costs.seconds(self._rows, length + 1 + ahead) + (length + ahead) * self._draft_seconds
+            if later <= spent or gain / (later - spent) > rate:
+                return True
+        return False
+
+    def _drafting_pays(self) -> bool:
+        """Whether the best draft length is above zero, for drafters whose drafts cost time."""
+        plain = self.costs.seconds(self._rows, 1)
+        if self._draft_seconds < 0.02 * plain or self.calibrator.observations < self.LEARNING:
+            return True
+        acceptance, reached, expected = self.calibrator.mean, 1.0, 1.0
+        for length in range(1, self.most_tokens + 1):
+            reached *= acceptance
+            expected += reached
+            seconds = self.costs.seconds(self._rows, length + 1) + length * self._draft_seconds
+            if expected / seconds > _MARGIN / plain:
+                self._next_pause = self.FIRST_PAUSE
+                return True
+        return False
+
+
+def _largest(draft: Draft, row: int, nodes: int) -> list[int]:
+    """The best `nodes` drafted nodes of a row by the drafter's own confidence, and the root."""
+    confidence = draft.confidence[row] if draft.confidence is not None else [1.0] * len(draft.tokens[row])
+    return sorted(tree.best_first(draft.parents[row], confidence)[: nodes + 1])
+
+
+_costs: WeakKeyDictionary[Any, dict[tuple, CostModel]] = WeakKeyDictionary()
+
+
+def costs_of(model: Any) -> CostModel:
+    """What is known of the cost of this model's forwards, on its device, in its dtype."""
+    import torch
+
+    key = (str(model.device), model.dtype, torch.get_num_threads())
+    return _costs.setdefault(model, {}).setdefault(key, CostModel(model.device.type))

@@ -1,0 +1,7 @@
+"""One file per way of drafting; the mode, the file and the class share a stem."""
+
+from .assistant import AssistantDrafter
+from .base import Drafter
+from .prompt_lookup import PromptLookupDrafter
+
+__all__ = ["AssistantDrafter", "Drafter", "PromptLookupDrafter"]

@@ -1,0 +1,197 @@
+"""`assistant`: a smaller model with the same tokenizer drafts a chain.
+
+When the target samples, the draft model reads the target's own noise tape: `argmax(q / E_t)` is a sample of q and
+agrees with the target's `argmax(p / E_t)` with probability at least (1 - TV) / (1 + TV) (arXiv:2408.07978). Its cache
+is kept aligned with what was committed and is never filled twice. Drafting stops when its confidence, as the controller
+has come to know it, no longer pays for another token.
+
+References: arXiv:2211.17192, arXiv:2302.01318.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import cache as kv
+from ..compat import CACHE_KEY
+from ..config import AssistantConfig
+from ..draft import Budget, Context, Draft
+from ..errors import IncompatibleVocabularyError, UnsupportedModelError
+from ..forward import CachedModel
+from ..structure import support
+from .base import Drafter
+
+
+class AssistantDrafter(Drafter):
+    """Drafts with a second causal language model.
+
+    Args:
+        assistant_model: the draft model; its vocabulary is the target's, possibly padded to another size.
+        config: settings.
+        vocab_size: size of the target's vocabulary; None takes the draft model's.
+
+    Raises:
+        IncompatibleVocabularyError: the two vocabularies cannot be the same.
+        UnsupportedModelError: the draft model's cache cannot be rolled back.
+    """
+
+    def __init__(
+        self, assistant_model: Any, config: AssistantConfig | None = None, vocab_size: int | None = None
+    ) -> None:
+        self.config = config or AssistantConfig()
+        self.model = assistant_model
+        own_size = assistant_model.config.get_text_config(decoder=True).vocab_size
+        target_size = own_size if vocab_size is None else vocab_size
+        if abs(own_size - target_size) > self.config.max_vocabulary_padding:
+            raise IncompatibleVocabularyError(
+                f"The draft model {type(assistant_model).__name__} has {own_size} tokens, the target {target_size}: they "
+                "cannot share a tokenizer. Use a draft model of the same family (or raise max_vocabulary_padding if one "
+                "is only padded further)."
+            )
+        self._shared_size = min(own_size, target_size)
+        self._support = support(assistant_model)
+        self._runner: CachedModel | None = None
+        self._seen: list[list[int]] = []  # per row: the tokens in the draft model's cache
+
+    def start(self, context: Context) -> None:
+        self._runner = None
+        self._seen = [[] for _ in context.tokens]
+        if context.batch_size > 1 and not self._support.movable:
+            raise UnsupportedModelError(
+                f"The cache of the draft model {type(self.model).__name__} cannot advance the rows of a batch by "
+                "different lengths. Use batch size 1 or another draft model."
+            )
+
+    @torch.no_grad()
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        length = max(
+            (room for room, done in zip(budget.depth, context.finished, strict=True) if not done), default=0
+        )
+        length = min(length, budget.nodes)
+        if length <= 0:
+            return Draft.empty(context.roots)
+        logits = self._catch_up(context)
+        runner = self._runner
+        assert runner is not None
+        chains: list[list[int]] = [[] for _ in context.tokens]
+        confidences: list[list[float]] = [[] for _ in context.tokens]
+        q_columns: list[torch.Tensor] = []
+        running = [row for row, done in enumerate(context.finished) if not done]
+        idle = {row for row, done in enumerate(context.finished) if done}
+        for depth in range(length):
+            picked, confidence, q = self._pick(context, logits, chains)
+            for row in range(context.batch_size):
+                chains[row].append(picked[row])
+                confidences[row].append(confidence[row])
+            if q is not None:
+                q_columns.append(q)
+            if depth + 1 == length or not budget.pays([confidences[row] for row in running]):
+                break
+            logits = runner.extend(picked, idle)
+            for row, token in enumerate(picked):
+                self._seen[row].append(token)
+        return Draft.chains(
+            context.roots,
+            [chain[: max(room, 0)] for chain, room in zip(chains, budget.depth, strict=True)],
+            [row[: max(room, 0)] for row, room in zip(confidences, budget.depth, strict=True)],
+            # a column per drafted node, after one for the root
+            q=torch.stack([q_columns[0], *q_columns], dim=1) if q_columns else None,
+        )
+
+    # ------------------------------------------------------------------ choosing tokens
+
+    def _pick(
+        self, context: Context, logits: torch.Tensor, chains: list[list[int]]
+    ) -> tuple[list[int], list[float], torch.Tensor | None]:
+        """Next token and confidence of every row, and q `[B, V]` where tokens are drawn from it."""
+        probabilities = self._processed(context, logits[:, : self._shared_size].to(context.device), chains)
+        q = None
+        if context.draws_own_noise and self.config.draft_sampling == "tape":
+            q = probabilities
+            tokens = torch.multinomial(q, 1).squeeze(1)
+        elif context.tape is None or self.config.draft_sampling == "greedy":
+            tokens = probabilities.argmax(-1)
+        else:
+            noise = [
+                torch.ones_like(probabilities[row])
+                if context.finished[row]
+                else context.tape.noise(context.step(row) + len(chain))[row, : self._shared_size]
+                for row, chain in enumerate(chains)
+            ]
+            tokens = (probabilities / torch.stack(noise)).argmax(-1)
+        confidence = probabilities.gather(1, tokens[:, None]).squeeze(1)
+        return tokens.tolist(), confidence.tolist(), q
+
+    def _processed(self, context: Context, logits: torch.Tensor, chains: list[list[int]]) -> torch.Tensor:
+        """Probabilities `[B, V]` after the target's processors, where they may be replayed on drafts."""
+        selection = context.selection
+        if not selection.processors or not selection.is_row_wise:
+            return logits.float().softmax(-1)
+        if selection.is_context_free:
+            return selection.draft_scores(context.padded_prompts, logits).softmax(-1)
+        rows = [
+            selection.draft_scores(context.input_ids(row, chain), logits[row : row + 1])
+            for row, chain in enumerate(chains)
+        ]
+        return torch.cat(rows).softmax(-1)
+
+    # ------------------------------------------------------------------ keeping the cache aligned
+
+    def _catch_up(self, context: Context) -> torch.Tensor:
+        """Bring the cache to the committed tokens; logits `[B, V]` after the last of them."""
+        if self._runner is None:
+            return self._fill(context)
+        runner = self._runner
+        idle = {row for row, done in enumerate(context.finished) if done}
+        wrong, pending = [], []
+        for row, text in enumerate(context.tokens):
+            seen = self._seen[row]
+            agreed = min(len(seen), len(text) - 1)
+            while seen[:agreed] != text[:agreed]:
+                agreed -= 1
+            wrong.append(0 if row in idle else len(seen) - agreed)
+            pending.append([text[-1]] if row in idle else text[agreed:])
+            if row not in idle:
+                self._seen[row] = list(text)
+        if max(wrong):
+            runner.take_back(wrong, idle)
+        output = runner.forward(pending, [list(range(-1, len(row) - 1)) for row in pending])
+        runner.commit([list(range(len(row))) for row in pending], idle)
+        last = torch.tensor([len(row) - 1 for row in pending], device=output.logits.device)
+        return output.logits[torch.arange(len(pending), device=last.device), last]
+
+    def _fill(self, context: Context) -> torch.Tensor:
+        """The first forward: the whole text of every row, padded on the left."""
+        longest = max(map(len, context.tokens))
+        device = self.model.device
+        fill = [longest - len(text) for text in context.tokens]
+        ids = torch.tensor(
+            [[text[0]] * pad + text for text, pad in zip(context.tokens, fill, strict=True)], device=device
+        )
+        valid = torch.arange(longest, device=device) >= torch.tensor(fill, device=device)[:, None]
+        cache = kv.new_cache(self.model.config.get_text_config(decoder=True))
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: cache}
+        padded = any(fill)
+        if padded:
+            inputs["attention_mask"] = valid.long()
+        if self.takes_positions:
+            inputs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        output = self.model(**inputs)
+        kv.crop(cache, 0)
+        self._runner = CachedModel(
+            self.model,
+            self._support,
+            cache,
+            padding=valid if padded else None,
+            next_position=[len(text) for text in context.tokens],
+        )
+        self._seen = [list(text) for text in context.tokens]
+        return output.logits[:, -1]
+
+    @property
+    def takes_positions(self) -> bool:
+        import inspect
+
+        return "position_ids" in inspect.signature(self.model.forward).parameters

@@ -1,0 +1,76 @@
+"""What a drafter is: three verbs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..draft import Budget, Context, Draft, Scores, Verdict
+from ..sampling import Selection
+
+
+class Drafter(CandidateGenerator, ABC):
+    """Proposes token trees that the target verifies.
+
+    A drafter can be wrong, it cannot be harmful: whatever it proposes, the target's own tokens are committed. So
+    it holds no rule of acceptance and never sees the target model.
+
+    To write one, implement `propose`; `start` and `observe` are for drafters with a memory. It is also a
+    `CandidateGenerator` of transformers: `get_candidates` is its best chain, so transformers' own assisted decoding
+    can drive it.
+    """
+
+    # whether `Context.hidden` should hold the target's last hidden states
+    needs_hidden: ClassVar[bool] = False
+
+    # how many tokens `get_candidates` proposes
+    num_candidate_tokens: int = 10
+    _standalone: Context | None = None
+
+    def start(self, context: Context) -> None:
+        """A new call begins; `context` holds the prompts."""
+
+    @abstractmethod
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        """A tree for every row, rooted in its last committed token, within the budget."""
+
+    def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        """What came of the last draft. `context` already holds the committed tokens."""
+
+    # ------------------------------------------------------------------ transformers' CandidateGenerator
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """`input_ids [1, T]` with the best drafted chain appended, `[1, T + k]`; no logits (a point mass)."""
+        if input_ids.shape[0] != 1:
+            raise ValueError("transformers' assisted decoding drafts for one row; use speculative_mode for batches")
+        tokens = input_ids[0].tolist()
+        context = self._standalone
+        if context is None or context.tokens[0] != tokens[: len(context.tokens[0])]:
+            selection = Selection(LogitsProcessorList(), do_sample=False, tape=None)
+            context = Context(
+                tokens=[tokens],
+                prompt_lengths=[len(tokens)],
+                finished=[False],
+                device=input_ids.device,
+                selection=selection,
+                padded_prompts=input_ids,
+            )
+            self.start(context)
+            self._standalone = context
+        context.tokens[0] = tokens
+        size = self.num_candidate_tokens
+        draft = self.propose(context, Budget(depth=[size], nodes=size, trees=False, pays=lambda chains: True))
+        chain = draft.best_chain().tokens[0][1 : size + 1]
+        extra = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
+        return torch.cat([input_ids, extra], dim=1), None  # type: ignore[return-value]
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """Nothing to do: the next `get_candidates` brings the tokens that were accepted."""

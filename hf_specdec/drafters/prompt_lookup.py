@@ -1,0 +1,142 @@
+"""`prompt_lookup`: what followed the current suffix earlier in the text follows it again.
+
+The suffixes of the text are looked up in the text itself, prompt and output. Every earlier occurrence votes for the
+token that followed it, with a weight that grows with the length of the match, so that the longest matches decide and
+frequency breaks their ties; the tree follows the most probable votes first and ends where the evidence does.
+
+References: prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding), SuffixDecoding
+(arXiv:2411.04975).
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from ..config import PromptLookupConfig
+from ..draft import Budget, Context, Draft
+from .base import Drafter
+
+# Prior acceptance of the token after a match of so many tokens; the controller corrects it by what it sees
+_TRUST = (0.0, 0.15, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8)
+_TRUST_LONG = 0.9
+_LEAST_PROBABILITY = 0.04
+_MOST_OCCURRENCES = 48
+_MOST_BRANCHES = 2
+
+
+class PromptLookupDrafter(Drafter):
+    """Drafts by suffix matching within each row's own text."""
+
+    def __init__(self, config: PromptLookupConfig | None = None) -> None:
+        self.config = config or PromptLookupConfig()
+        self._indexes: list[SuffixIndex] = []
+
+    def start(self, context: Context) -> None:
+        self._indexes = [
+            SuffixIndex(self.config.min_match_length, self.config.max_match_length) for _ in context.tokens
+        ]
+
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        tokens, parents, confidence = [], [], []
+        for row, index in enumerate(self._indexes):
+            text = context.tokens[row]
+            index.extend(text)
+            branches = _MOST_BRANCHES if budget.trees else 1
+            drafted = index.tree(budget.depth[row], budget.nodes, branches) if budget.depth[row] > 0 else ([], [], [])
+            tokens.append([text[-1], *drafted[0]])
+            parents.append([-1, *drafted[1]])
+            confidence.append([1.0, *drafted[2]])
+        return Draft(tokens=tokens, parents=parents, confidence=confidence)
+
+
+class SuffixIndex:
+    """Where each n-gram of a growing text occurs, for a few n: any longer match is found through a shorter one."""
+
+    def __init__(self, min_length: int, max_length: int) -> None:
+        self.max_length = max_length
+        lengths = {min_length, max_length}
+        n = min_length
+        while n < max_length:
+            lengths.add(n)
+            n *= 2
+        self._lengths = sorted(lengths, reverse=True)
+        self._after: dict[tuple[int, ...], list[int]] = {}  # n-gram -> positions of the tokens after it
+        self.text: list[int] = []
+
+    def extend(self, text: list[int]) -> None:
+        """Take in what `text` holds beyond what is known already."""
+        known = self.text
+        for position in range(len(known), len(text)):
+            known.append(text[position])
+            for n in self._lengths:
+                if n <= position + 1:
+                    gram = tuple(known[position + 1 - n : position + 1])
+                    self._after.setdefault(gram, []).append(position + 1)
+
+    def matches(self) -> list[tuple[int, int]]:
+        """(position after an earlier occurrence of the suffix, length of the match), the latest ones first."""
+        end = len(self.text)
+        for n in self._lengths:
+            if n > end:
+                continue
+            found = self._after.get(tuple(self.text[end - n :]), ())
+            if len(found) > 1:  # the suffix itself is the last
+                earlier = found[-2 : -2 - _MOST_OCCURRENCES : -1]
+                return [(position, self._match_length(position, n)) for position in earlier]
+        return []
+
+    def _match_length(self, position: int, known: int) -> int:
+        text, end, length = self.text, len(self.text), known
+        while length < self.max_length and length < position and text[position - 1 - length] == text[end - 1 - length]:
+            length += 1
+        return length
+
+    def tree(self, depth: int, nodes: int, branches: int) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents (counted with a root at 0) and confidences of the drafted nodes, best first."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        confidences: list[float] = []
+        # a frontier entry: (-path probability, node, tokens drafted on its path, occurrences that agree with it)
+        frontier: list[tuple[float, int, tuple[int, ...], list[tuple[int, int]]]] = []
+        matches = self.matches()
+        if matches:
+            frontier.append((-1.0, 0, (), matches))
+        while frontier and len(tokens) < nodes:
+            reached, node, drafted, occurrences = heappop(frontier)
+            if len(drafted) >= depth:
+                continue
+            for token, share, agreeing, length in self._votes(occurrences, drafted)[:branches]:
+                confidence = share * _trust(length + len(drafted))
+                if -reached * confidence < _LEAST_PROBABILITY or len(tokens) == nodes:
+                    break
+                tokens.append(token)
+                parents.append(node)
+                confidences.append(confidence)
+                heappush(frontier, (reached * confidence, len(tokens), (*drafted, token), agreeing))
+        return tokens, parents, confidences
+
+    def _votes(
+        self, occurrences: list[tuple[int, int]], drafted: tuple[int, ...]
+    ) -> list[tuple[int, float, list[tuple[int, int]], int]]:
+        """(token, share of the votes, occurrences behind it, their longest match), the largest share first."""
+        text, end = self.text, len(self.text)
+        voters: dict[int, list[tuple[int, int]]] = {}
+        for position, length in occurrences:
+            source = position + len(drafted)
+            # an occurrence may run into the text being drafted: repetition repeats itself
+            token = text[source] if source < end else drafted[source - end]
+            voters.setdefault(token, []).append((position, length))
+        if len(voters) == 1:
+            ((token, agreeing),) = voters.items()
+            return [(token, 1.0, agreeing, max(length for _, length in agreeing))]
+        weights = {token: sum(4.0**length for _, length in agreeing) for token, agreeing in voters.items()}
+        total = sum(weights.values())
+        ranked = sorted(voters, key=lambda token: -weights[token])  # stable: the latest occurrence wins ties
+        return [
+            (token, weights[token] / total, voters[token], max(length for _, length in voters[token]))
+            for token in ranked
+        ]
+
+
+def _trust(length: int) -> float:
+    return _TRUST[length] if length < len(_TRUST) else _TRUST_LONG

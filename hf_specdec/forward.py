@@ -1,0 +1,208 @@
+"""A model with its cache: score a block of token trees, keep each row's accepted path, drop the rest.
+
+Positions are explicit and masks are built from what each slot holds, never from slot numbers, so that rows of a batch
+may have advanced by different lengths.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from . import cache as kv
+from . import tree
+from .compat import CACHE_KEY
+from .structure import DENSE_MASKS, MaskKind, Support
+
+# Holes are squeezed out once they are more than this part of the slots
+MOST_HOLES = 0.25
+
+
+class CachedModel:
+    """A causal language model whose cache holds the committed tokens of every row, save the last.
+
+    Args:
+        model: the model.
+        support: what it can take part in.
+        cache: its cache, holding the prompt, recording its past.
+        padding: `[B, slots]`, True where a slot holds a token; None where all do.
+        next_position: per row, the position of the next token.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        support: Support,
+        cache: Any,
+        padding: torch.Tensor | None,
+        next_position: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.support = support
+        self.cache = cache
+        self.valid = padding
+        self.next_position = list(next_position)
+        self.slots = kv.slots(cache)
+        self.capacity = kv.capacity(cache)
+        self._width = 0
+        self._with_positions = "position_ids" in inspect.signature(model.forward).parameters
+        # holes need masks made from what slots hold; windows and static caches have no slots to spare for them
+        self._holes = support.trees and not kv.has_windows(cache) and self.capacity is None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.next_position)
+
+    def forward(
+        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], **model_kwargs: Any
+    ) -> Any:
+        """Score a tree per row in one forward. Logits `[B, n, V]`; rows with fewer nodes are padded at the end."""
+        width = max(len(row) for row in tokens)
+        device = self.model.device
+        ids = torch.tensor([[*row, *[row[0]] * (width - len(row))] for row in tokens], device=device)
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: self.cache, **model_kwargs}
+        if self._with_positions:
+            inputs["position_ids"] = torch.tensor(
+                [
+                    [start + depth for depth in tree.depths(row)] + [start] * (width - len(row))
+                    for start, row in zip(self.next_position, parents, strict=True)
+                ],
+                device=device,
+            )
+        if all(tree.is_chain(row) for row in parents):
+            # the model's own causal mask; padding at the end of a row is seen by nothing
+            if self.valid is not None:
+                inputs["attention_mask"] = torch.cat(
+                    [self.valid, self.valid.new_ones(self.batch_size, width)], dim=1
+                ).long()
+        else:
+            masks = {kind.key: self._tree_mask(kind, parents, width) for kind in self.support.masks}
+            inputs["attention_mask"] = masks[None] if None in masks else masks
+        self._width = width
+        return self.model(**inputs, return_dict=True)
+
+    def commit(self, kept: Sequence[Sequence[int]], idle: Collection[int] = ()) -> None:
+        """Keep these nodes of each row of the last forward (ascending, root first) and drop the others.
+
+        Rows in `idle` are finished: what their slots hold no longer matters, and their position stands still.
+        """
+        longest = max(len(nodes) for row, nodes in enumerate(kept) if row not in idle)
+        rows = [list(range(longest)) if row in idle else list(nodes) for row, nodes in enumerate(kept)]
+        ragged = any(len(nodes) != longest for nodes in rows)
+        if not ragged and (longest == 0 or all(nodes[-1] == longest - 1 for nodes in rows)):
+            kv.crop(self.cache, self._width - longest)
+        elif not ragged or self._holes:
+            padded = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in rows])
+            kv.gather_block(self.cache, self._width, padded)
+        if ragged and not self._holes:
+            self._realign(rows)
+        else:
+            self._grow_valid(rows, longest, ragged)
+            self.slots += longest
+        for row, nodes in enumerate(rows):
+            self.next_position[row] += 0 if row in idle else len(nodes)
+        self._width = 0
+        if ragged and self._holes and int(self.valid.sum(1).max()) < (1 - MOST_HOLES) * self.slots:
+            self.compact()
+
+    def extend(self, tokens: Sequence[int], idle: Collection[int] = ()) -> torch.Tensor:
+        """Append one token to every row and score it: logits `[B, V]`. `take_back` undoes it."""
+        logits = self.forward([[token] for token in tokens], [[-1]] * len(tokens)).logits[:, -1]
+        self._grow_valid([[0]] * self.batch_size, 1, ragged=False)
+        self.slots += 1
+        self.next_position = [at + (row not in idle) for row, at in enumerate(self.next_position)]
+        return logits
+
+    def take_back(self, counts: Sequence[int], idle: Collection[int] = ()) -> None:
+        """Drop the last `counts[b]` tokens of every row. At most what `extend` added since the last commit."""
+        block = max(counts)
+        self._width = block
+        self.slots -= block
+        self.next_position = [at - block * (row not in idle) for row, at in enumerate(self.next_position)]
+        if self.valid is not None:
+            self.valid = self.valid[:, : self.slots]
+        self.commit([list(range(block - count)) for count in counts], idle)
+
+    def compact(self) -> None:
+        """Squeeze the holes out: every row's tokens at the end of the slots, padding before them."""
+        if self.valid is not None:
+            self._squeeze(self.valid)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        kv.select_rows(self.cache, rows)
+        self.next_position = [self.next_position[row] for row in rows]
+        if self.valid is not None:
+            self.valid = self.valid[torch.tensor(list(rows), device=self.valid.device)]
+
+    # ------------------------------------------------------------------ bookkeeping of slots
+
+    def _block_valid(self, rows: list[list[int]], width: int) -> torch.Tensor:
+        """`[B, width]`: True at the kept nodes of each row."""
+        block = torch.zeros(len(rows), width, dtype=torch.bool)
+        for row, nodes in enumerate(rows):
+            block[row, nodes] = True
+        return block.to(self.model.device)
+
+    def _all_valid(self) -> torch.Tensor:
+        return torch.ones(self.batch_size, self.slots, dtype=torch.bool, device=self.model.device)
+
+    def _grow_valid(self, rows: list[list[int]], longest: int, ragged: bool) -> None:
+        if self.valid is None and not ragged:
+            return
+        past = self.valid if self.valid is not None else self._all_valid()
+        block = self._block_valid([list(range(len(nodes))) for nodes in rows], longest)
+        self.valid = torch.cat([past, block], dim=1)
+
+    def _squeeze(self, valid: torch.Tensor) -> None:
+        """Rebuild the cache from its valid slots `valid [B, slots]`: each row's at the end, padding before them."""
+        total = int(valid.sum(1).max())
+        order = torch.sort(valid.int(), dim=1, stable=True).indices
+        source = order[:, order.shape[1] - total :]
+        kv.realign(self.cache, source, total)
+        valid = valid.gather(1, source)
+        self.valid = None if bool(valid.all()) else valid
+        self.slots = total
+
+    def _realign(self, rows: list[list[int]]) -> None:
+        past = self.valid if self.valid is not None else self._all_valid()
+        valid = torch.cat([past, self._block_valid(rows, self._width)], dim=1)
+        self._squeeze(valid)
+
+    # ------------------------------------------------------------------ tree attention
+
+    def _tree_mask(self, kind: MaskKind, parents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+        """`[B, 1, n, keys]`: each node sees the past and its own ancestors, as far as the layer's window reaches."""
+        device = self.model.device
+        keys, first = kv.mask_size(self.cache, kind.layer, width)
+        batch = len(parents)
+        block = torch.zeros(batch, width, width, dtype=torch.bool)
+        depth = torch.zeros(batch, width, dtype=torch.long)
+        for row, row_parents in enumerate(parents):
+            n = len(row_parents)
+            block[row, :n, :n] = torch.tensor(tree.ancestors(row_parents))
+            depth[row, :n] = torch.tensor(tree.depths(row_parents))
+        block |= torch.eye(width, dtype=torch.bool)  # padding sees itself, so that no row of the softmax is empty
+        past = (self.valid if self.valid is not None else self._all_valid())[:, None, first:].expand(-1, width, -1)
+        if kind.window is not None:
+            # slots of a windowed layer have no holes, so distances between slots are distances between positions
+            slot = torch.arange(first, self.slots)
+            near = self.slots + depth[:, :, None] - slot < kind.window
+            past = past & near.to(device)
+            block &= depth[:, :, None] - depth[:, None, :] < kind.window
+        allowed = torch.cat([past, block.to(device)], dim=-1)
+        if allowed.shape[-1] < keys:
+            allowed = torch.nn.functional.pad(allowed, (0, keys - allowed.shape[-1]))
+        allowed = allowed[:, None]
+        attention = self.model.config.get_text_config(decoder=True)._attn_implementation
+        if DENSE_MASKS[attention] == "boolean":
+            return allowed
+        lowest = torch.finfo(self.model.dtype).min
+        return torch.zeros(allowed.shape, dtype=self.model.dtype, device=device).masked_fill_(~allowed, lowest)
+
+    def attention_layout(self, layer: int) -> tuple[bool, int | None]:
+        """(whether a layer's keys fill a static cache, how many keys a plain step of a sliding window sees)."""
+        return self.capacity is not None, kv.window(self.cache, layer)

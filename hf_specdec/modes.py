@@ -1,0 +1,67 @@
+"""The modes by name. A new mode is one `register_mode` line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .config import AssistantConfig, PromptLookupConfig, SpeculativeConfig
+from .drafters.assistant import AssistantDrafter
+from .drafters.base import Drafter
+from .drafters.prompt_lookup import PromptLookupDrafter
+from .errors import ConflictingArgumentsError, UnknownModeError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a mode may build its drafter from."""
+
+    model: Any
+    assistant_model: Any | None = None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of drafting."""
+
+    name: str
+    config: type[SpeculativeConfig]
+    build: Callable[[Request, Any], Drafter]
+    needs_assistant: bool = False
+
+
+_modes: dict[str, Mode] = {}
+
+
+def register_mode(mode: Mode) -> None:
+    """Make `speculative_mode=mode.name` available (replacing a mode of that name)."""
+    _modes[mode.name] = mode
+
+
+def mode_names() -> list[str]:
+    """Names of the registered modes."""
+    return sorted(_modes)
+
+
+def get_mode(name: Any) -> Mode:
+    """The mode of this name. Raises `UnknownModeError`, which lists the known ones."""
+    if not isinstance(name, str) or name not in _modes:
+        raise UnknownModeError(
+            f"Unknown speculative_mode {name!r}. Known modes: {', '.join(mode_names())}; or pass a Drafter."
+        )
+    return _modes[name]
+
+
+def _assistant(request: Request, config: AssistantConfig) -> Drafter:
+    if request.assistant_model is None:
+        raise ConflictingArgumentsError(
+            "speculative_mode='assistant' needs assistant_model=, a smaller model with the same tokenizer."
+        )
+    return AssistantDrafter(
+        request.assistant_model, config, request.model.config.get_text_config(decoder=True).vocab_size
+    )
+
+
+register_mode(Mode("assistant", AssistantConfig, _assistant, needs_assistant=True))
+register_mode(Mode("prompt_lookup", PromptLookupConfig, lambda request, config: PromptLookupDrafter(config)))

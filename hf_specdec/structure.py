@@ -1,0 +1,195 @@
+"""What a model can take part in: token trees, only chains, or nothing. Structure first, then a cheap self-test.
+
+Some architectures accept a tree mask and silently ignore it. So the first use of a model compares the scores of a
+small tree, before and after a rollback, with the scores of the same tokens in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from . import cache as kv
+from .errors import UnsupportedCacheError, UnsupportedModelError
+
+# Attention back ends that read a dense 4-D mask, and the form each wants it in
+DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """One mask of a forward: which layers read it."""
+
+    # key in the mask dictionary; None where the model takes a single mask
+    key: str | None
+    # index of a layer that reads this mask
+    layer: int
+    # keys further back than this are invisible; None for full attention
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a model may be used. `why` says what stands against trees."""
+
+    trees: bool
+    # rows may keep different slots; otherwise they advance together
+    movable: bool
+    masks: tuple[MaskKind, ...]
+    why: str | None = None
+
+
+_known: WeakKeyDictionary[nn.Module, dict[tuple, Support]] = WeakKeyDictionary()
+
+
+def support(model: Any) -> Support:
+    """What `model` supports, tested once per model, attention back end, dtype and device.
+
+    Raises:
+        UnsupportedModelError: not even a chain of drafted tokens can be verified and rolled back.
+    """
+    check_structure(model)
+    config = model.config.get_text_config(decoder=True)
+    key = (config._attn_implementation, model.dtype, str(model.device))
+    per_model = _known.setdefault(model, {})
+    if key not in per_model:
+        per_model[key] = _examine(model, config)
+    return per_model[key]
+
+
+def check_structure(model: Any) -> None:
+    """Raise `UnsupportedModelError` for models that cannot speculate, as far as their structure tells."""
+    name = type(model).__name__
+    remedy = "Use a decoder-only attention model, leave out speculative_mode, or pass on_unsupported='plain'."
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models speculate. {remedy}")
+    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. {remedy}"
+        )
+    if model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} is in training mode with dropout, so no two forwards agree. Call model.eval() first."
+        )
+
+
+def _mask_kinds(config: Any) -> tuple[tuple[MaskKind, ...], str | None]:
+    """The masks a forward of this model needs, or why its trees cannot be masked."""
+    attention = config._attn_implementation
+    if attention not in DENSE_MASKS:
+        return (), f"attention back end {attention!r} takes no dense mask"
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is None:
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return (), "chunked attention"
+        return (MaskKind(None, 0, window),), None
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        return (), f"layers of type {', '.join(sorted(map(str, unknown)))}"
+    kinds = tuple(
+        MaskKind(kind, list(types).index(kind), window if kind == "sliding_attention" else None)
+        for kind in sorted(set(types))
+    )
+    if len(kinds) == 1:
+        return (MaskKind(None, 0, kinds[0].window),), None
+    return kinds, None
+
+
+@torch.no_grad()
+def _examine(model: Any, config: Any) -> Support:
+    masks, why = _mask_kinds(config)
+    reference = _Reference(model, config)
+    movable = kv.is_movable(reference.prefill())
+    if masks and movable:
+        try:
+            agrees = reference.tree_agrees(Support(trees=True, movable=movable, masks=masks))
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            agrees, why = False, f"a 4-D attention mask raised {type(error).__name__}"
+        if agrees:
+            return Support(trees=True, movable=movable, masks=masks)
+        why = why or "the self-test's tree scores differ from sequential scores"
+    chain = Support(trees=False, movable=movable, masks=(), why=why or "its cache layers cannot be rearranged")
+    if not reference.chain_agrees(chain):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} failed the self-test: the scores of a drafted chain, verified in one forward, differ "
+            "from the scores of the same tokens one by one. Leave out speculative_mode, or pass on_unsupported='plain'."
+        )
+    return chain
+
+
+class _Reference:
+    """Scores of two short continuations of one prompt, from one forward without a cache."""
+
+    # (tokens are chosen apart from one another and away from the special ids at the ends of most vocabularies)
+    PROMPT, LONG, SHORT = 4, 4, 2  # prompt; root, a, b, c; root, d
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model, self.config = model, config
+        vocabulary = config.vocab_size
+        ids = [(vocabulary // 3 + 7 * i) % vocabulary for i in range(self.PROMPT + self.LONG + 1)]
+        self.prompt, (self.root, self.a, self.b, self.c, self.d) = ids[: self.PROMPT], ids[self.PROMPT :]
+        device = model.device
+        rows = torch.tensor(
+            [
+                [*self.prompt, self.root, self.a, self.b, self.c],
+                [*self.prompt, self.root, self.d, self.b, self.c],
+            ],
+            device=device,
+        )
+        logits = model(input_ids=rows, use_cache=False).logits.float()
+        self.long, self.short = logits[0, self.PROMPT :], logits[1, self.PROMPT :]
+        reduced = model.dtype in (torch.float16, torch.bfloat16)
+        # relative to the spread of the scores: a mask that is ignored moves them by a good part of it
+        self.tolerance = (0.15 if reduced else 2e-3) * float(self.long.std().clamp(min=1e-6))
+
+    def prefill(self) -> Any:
+        """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
+        from .compat import CACHE_KEY
+
+        cache = kv.new_cache(self.config)
+        ids = torch.tensor([self.prompt], device=self.model.device)
+        output = self.model(input_ids=ids, use_cache=True, **{CACHE_KEY: cache})
+        if output.get(CACHE_KEY) is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returns no cache, so drafts cannot be rolled back. Leave out "
+                "speculative_mode, or pass on_unsupported='plain'."
+            )
+        try:
+            kv.check_rollback(cache, type(self.model).__name__, total_slots=self.PROMPT + self.LONG)
+        except UnsupportedCacheError as error:
+            raise UnsupportedModelError(str(error)) from None
+        return cache
+
+    def _runner(self, support: Support) -> Any:
+        from .forward import CachedModel
+
+        return CachedModel(self.model, support, self.prefill(), padding=None, next_position=[self.PROMPT])
+
+    def _agree(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
+        return bool(torch.isfinite(logits).all()) and bool((logits.float() - expected).abs().max() <= self.tolerance)
+
+    def tree_agrees(self, support: Support) -> bool:
+        runner = self._runner(support)
+        # root -> d, root -> a -> b: then keep root, a, b and go on with c
+        output = runner.forward([[self.root, self.d, self.a, self.b]], [[-1, 0, 0, 2]])
+        first = output.logits[0]
+        runner.commit([[0, 2, 3]])
+        after = runner.forward([[self.c]], [[-1]]).logits[0]
+        return (
+            self._agree(first[[0, 2, 3]], self.long[:3])
+            and self._agree(first[1], self.short[1])
+            and self._agree(after[0], self.long[3])
+        )
+
+    def chain_agrees(self, support: Support) -> bool:
+        runner = self._runner(support)
+        # root -> a -> d: keep root, a and go on with b -> c
+        first = runner.forward([[self.root, self.a, self.d]], [[-1, 0, 1]]).logits[0]
+        runner.commit([[0, 1]])
+        after = runner.forward([[self.b, self.c]], [[-1, 0]]).logits[0]
+        return self._agree(first[:2], self.long[:2]) and self._agree(after, self.long[2:4])
