@@ -98,15 +98,16 @@ class CachedModel:
             padded = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in rows])
             kv.gather_block(self.cache, self._width, padded)
         if ragged and not self._holes:
-            self._realign(rows)
+            self._realign(rows, idle)
         else:
             self._grow_valid(rows, longest, ragged)
             self.slots += longest
         for row, nodes in enumerate(rows):
             self.next_position[row] += 0 if row in idle else len(nodes)
         self._width = 0
-        if ragged and self._holes and int(self.valid.sum(1).max()) < (1 - MOST_HOLES) * self.slots:
-            self.compact()
+        holes = ragged and self._holes and int(self.valid.sum(1).max()) < (1 - MOST_HOLES) * self.slots
+        if holes or (idle and self.capacity is not None):  # a static cache has no room for what idle rows had
+            self.compact(idle)
 
     def extend(self, tokens: Sequence[int], idle: Collection[int] = ()) -> torch.Tensor:
         """Append one token to every row and score it: logits `[B, V]`. `take_back` undoes it."""
@@ -126,10 +127,10 @@ class CachedModel:
             self.valid = self.valid[:, : self.slots]
         self.commit([list(range(block - count)) for count in counts], idle)
 
-    def compact(self) -> None:
+    def compact(self, idle: Collection[int] = ()) -> None:
         """Squeeze the holes out: every row's tokens at the end of the slots, padding before them."""
         if self.valid is not None:
-            self._squeeze(self.valid)
+            self._squeeze(self.valid, idle)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
@@ -157,9 +158,10 @@ class CachedModel:
         block = self._block_valid([list(range(len(nodes))) for nodes in rows], longest)
         self.valid = torch.cat([past, block], dim=1)
 
-    def _squeeze(self, valid: torch.Tensor) -> None:
+    def _squeeze(self, valid: torch.Tensor, idle: Collection[int]) -> None:
         """Rebuild the cache from its valid slots `valid [B, slots]`: each row's at the end, padding before them."""
-        total = int(valid.sum(1).max())
+        running = [row for row in range(self.batch_size) if row not in idle]
+        total = int(valid.sum(1)[running].max())
         order = torch.sort(valid.int(), dim=1, stable=True).indices
         source = order[:, order.shape[1] - total :]
         kv.realign(self.cache, source, total)
@@ -167,10 +169,10 @@ class CachedModel:
         self.valid = None if bool(valid.all()) else valid
         self.slots = total
 
-    def _realign(self, rows: list[list[int]]) -> None:
+    def _realign(self, rows: list[list[int]], idle: Collection[int]) -> None:
         past = self.valid if self.valid is not None else self._all_valid()
         valid = torch.cat([past, self._block_valid(rows, self._width)], dim=1)
-        self._squeeze(valid)
+        self._squeeze(valid, idle)
 
     # ------------------------------------------------------------------ tree attention
 

@@ -124,6 +124,7 @@ class Decoding:
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         pad = self.generation_config._pad_token_tensor
         self.pad_token = int(pad) if pad is not None else 0
+        self.vocab_size = self.model.get_input_embeddings().num_embeddings
 
     # ------------------------------------------------------------------ the loop
 
@@ -201,7 +202,7 @@ class Decoding:
         proposal = Draft.empty(context.roots)
         if any(depth > 0 for depth in budget.depth):
             proposal = self.drafter.propose(context, budget)
-            _check_draft(proposal, context, budget.depth)
+            _check_draft(proposal, context, self.vocab_size)
             if not self.support.trees:
                 proposal = proposal.best_chain()
         free = self.target.capacity
@@ -265,7 +266,7 @@ class Decoding:
                 index = [place[row] for row in group]
                 at = [paths[row][-1] for row in group]
                 logits = scores.logits[index, at].to(copy=True, dtype=torch.float32, device=transcript.ids.device)
-                processed = self.selection.processors(transcript.view(rows, length), logits)
+                processed = self.selection.process(transcript.view(rows, length), logits, rows)
                 if length == transcript.prompt_length and self.selection.tape is not None:
                     self.selection.tape.shape_from(processed)
                 self._record(processed, logits, scores, paths, slots_before)
@@ -487,7 +488,7 @@ def _offer(draft: Draft, row: int, node: int) -> Offer:
     return Offer(nodes, [draft.tokens[row][child] for child in nodes], q)
 
 
-def _check_draft(draft: Draft, context: Context, depth: list[int]) -> None:
+def _check_draft(draft: Draft, context: Context, vocab_size: int) -> None:
     """Drafters are open to users, so what they return is looked at before the target sees it."""
     if draft.batch_size != context.batch_size:
         raise DraftError(f"the draft has {draft.batch_size} rows, the batch has {context.batch_size}")
@@ -496,6 +497,8 @@ def _check_draft(draft: Draft, context: Context, depth: list[int]) -> None:
             raise DraftError(
                 f"row {row} of the draft starts with token {draft.tokens[row][0]}, not with the last committed one, {root}"
             )
+        if not 0 <= min(draft.tokens[row]) <= max(draft.tokens[row]) < vocab_size:
+            raise DraftError(f"row {row} of the draft holds a token outside the vocabulary of {vocab_size}")
 
 
 def _wait_for(tensor: torch.Tensor) -> None:

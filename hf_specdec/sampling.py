@@ -7,6 +7,7 @@ decoding and sampling are verified by the same rule, and a seed gives the text t
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property, lru_cache
 
 import torch
@@ -193,13 +194,19 @@ class Selection:
         """
         return self.tape if self.tape is not None and self.tape.ready and self.is_row_wise else None
 
-    def draft_scores(self, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of a draft model `[k, V]` as the target would process them, for contexts `ids [k, T]`.
-
-        Processors that may not be called on drafts are left out.
-        """
-        scores = logits.float()
-        if self.is_row_wise:
-            for processor in self.processors:
-                scores = processor(ids, scores)
+    def process(self, ids: torch.Tensor, scores: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        """Scores `[k, V]` after the processors, for contexts `ids [k, T]` of the given rows (None: the whole batch)."""
+        if rows is None:
+            return self.processors(ids, scores)
+        for processor in self.processors:
+            scores = _for_rows(processor, rows)(ids, scores)
         return scores
+
+
+def _for_rows(processor: LogitsProcessor, rows: list[int]) -> LogitsProcessor:
+    """The processor as it treats these rows of the batch: some hold a length per row."""
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(lengths, torch.Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = lengths[rows]  # type: ignore[attr-defined]
+    return processor

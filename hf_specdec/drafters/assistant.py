@@ -130,9 +130,9 @@ class AssistantDrafter(Drafter):
         if not selection.processors or not selection.is_row_wise:
             return logits.float().softmax(-1)
         if selection.is_context_free:
-            return selection.draft_scores(context.padded_prompts, logits).softmax(-1)
+            return selection.process(context.padded_prompts, logits.float(), None).softmax(-1)
         rows = [
-            selection.draft_scores(context.input_ids(row, chain), logits[row : row + 1])
+            selection.process(context.input_ids(row, chain), logits[row : row + 1].float(), [row])
             for row, chain in enumerate(chains)
         ]
         return torch.cat(rows).softmax(-1)

@@ -1,0 +1,611 @@
+"""Measuring: how much sooner a mode gives plain decoding's output here, and whether it is plain decoding's output.
+
+Cases are compared in one process, in turns on the same prompts, because the speed of a machine drifts by more than most
+modes gain. Seconds are those of whole `generate` calls, the prompt's forward included. Tokens are counted from ids.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from .errors import (
+    ConfigurationError,
+    IncompatibleVocabularyError,
+    InvalidSettingError,
+    UnsupportedError,
+    UnsupportedModelError,
+)
+from .generation import NO_MODE
+from .modes import get_mode, mode_names
+from .stats import record
+
+PLAIN = "plain"
+OVERALL = "overall"
+# a mode that raises one of these cannot run here; anything else is a failure of the mode
+_REFUSALS = (ConfigurationError, UnsupportedError, IncompatibleVocabularyError)
+
+# called before every run: runs done, runs in all, what comes next
+Progress = Callable[[int, int, str], None]
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the user says, and the kind of task it stands for."""
+
+    text: str
+    task: str = "prompts"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one task that go through `generate` together."""
+
+    task: str
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of generating: its name and the arguments that `generate` gets for it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    # whether its output ought to be plain decoding's, token for token
+    promises_plain: bool = True
+    # errors that mean it cannot run here, so that it is skipped; others are raised
+    refusals: tuple[type[Exception], ...] = ()
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A case that was not run, and why."""
+
+    case: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cases of a run have in common."""
+
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    repeats: int = 3
+    # every call starts from this seed, so that sampling gives the same text again
+    seed: int = 0
+    # sampling parameters; greedy decoding where both are None
+    temperature: float | None = None
+    top_p: float | None = None
+    # drafted tokens a round, in every mode; None leaves it to the mode
+    num_draft_tokens: int | None = None
+
+    @property
+    def samples(self) -> bool:
+        return self.temperature is not None or self.top_p is not None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What was run on what."""
+
+    model: str
+    assistant: str | None
+    dtype: str
+    device: str
+    threads: int
+    torch: str
+    transformers: str
+    hf_specdec: str
+
+    @property
+    def setting(self) -> str:
+        """Model and machine in a few words."""
+        assistant = f" with {self.assistant}" if self.assistant else ""
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{self.model}{assistant}, {self.dtype}, {self.device}, {threads}"
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One timed `generate` call."""
+
+    case: str
+    task: str
+    batch: int
+    repeat: int
+    seconds: float
+    rows: int
+    # generated tokens over all rows, a row's EOS included and the padding after it not
+    tokens: int
+    # rows that are not what plain decoding gave for this batch
+    differing_rows: int
+    # accepted drafted tokens and rounds, each over all rows; None where hf_specdec did not decode
+    accepted: int | None = None
+    rounds: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one case did on one task, or overall."""
+
+    task: str
+    case: str
+    rows: int
+    tokens: int
+    # sum over batches of the median over repeats
+    seconds: float
+    tokens_per_second: float
+    # plain decoding's seconds / this case's: of the sums, and the median over batches
+    ratio: float
+    median_ratio: float
+    # tokens per row and round, the recovered or bonus token included; None where it is not known
+    mean_acceptance_length: float | None
+    differing_rows: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether every row of every repeat was plain decoding's."""
+        return self.differing_rows == 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole run: every call that was timed, and what it was timed under."""
+
+    environment: Environment
+    settings: Settings
+    cases: tuple[Case, ...]
+    measurements: tuple[Measurement, ...]
+    skipped: tuple[Skipped, ...] = ()
+    summaries: tuple[Summary, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "summaries", tuple(summarize(self.measurements)))
+
+    @property
+    def broken_promises(self) -> list[str]:
+        """Names of the cases whose output ought to be plain decoding's and was not."""
+        differing = {summary.case for summary in self.summaries if not summary.identical}
+        return [case.name for case in self.cases if case.promises_plain and case.name in differing]
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        return json.dumps(
+            {
+                "environment": asdict(self.environment),
+                "settings": asdict(self.settings),
+                "summaries": [asdict(summary) | {"identical": summary.identical} for summary in self.summaries],
+                "skipped": [asdict(skipped) for skipped in self.skipped],
+                "measurements": [asdict(measurement) for measurement in self.measurements],
+            },
+            indent=2,
+        )
+
+
+# ---------------------------------------------------------------- aggregation: pure
+
+
+def count_tokens(rows: Iterable[Sequence[int]], eos: Iterable[int]) -> int:
+    """Generated tokens of all rows; what follows a row's first EOS is padding."""
+    ends = set(eos)
+    return sum(next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in rows)
+
+
+def count_differing(rows: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> int:
+    """Rows that are not plain decoding's, padding included."""
+    return sum(list(row) != list(expected) for row, expected in zip(rows, plain, strict=True))
+
+
+def summarize(measurements: Sequence[Measurement]) -> list[Summary]:
+    """A summary for every task and case, and where there are several tasks, for every case overall."""
+    tasks = list(dict.fromkeys(measurement.task for measurement in measurements))
+    summaries = [
+        summary
+        for task in tasks
+        for summary in _summarize_task(task, [measurement for measurement in measurements if measurement.task == task])
+    ]
+    return summaries + (_summarize_task(OVERALL, measurements) if len(tasks) > 1 else [])
+
+
+def _summarize_task(task: str, measurements: Sequence[Measurement]) -> list[Summary]:
+    by_case: dict[str, dict[int, list[Measurement]]] = {}
+    for measurement in measurements:
+        by_case.setdefault(measurement.case, {}).setdefault(measurement.batch, []).append(measurement)
+    plain = _median_seconds(by_case[PLAIN])
+    return [_summarize_case(task, case, batches, plain) for case, batches in by_case.items()]
+
+
+def _summarize_case(
+    task: str, case: str, batches: Mapping[int, Sequence[Measurement]], plain: Mapping[int, float]
+) -> Summary:
+    seconds = _median_seconds(batches)
+    tokens = sum(runs[0].tokens for runs in batches.values())
+    length = 1.0 if case == PLAIN else _acceptance_length([run for runs in batches.values() for run in runs])
+    return Summary(
+        task=task,
+        case=case,
+        rows=sum(runs[0].rows for runs in batches.values()),
+        tokens=tokens,
+        seconds=sum(seconds.values()),
+        tokens_per_second=tokens / sum(seconds.values()),
+        ratio=sum(plain[batch] for batch in seconds) / sum(seconds.values()),
+        median_ratio=statistics.median(plain[batch] / seconds[batch] for batch in seconds),
+        mean_acceptance_length=length,
+        differing_rows=sum(max(run.differing_rows for run in runs) for runs in batches.values()),
+    )
+
+
+def _median_seconds(batches: Mapping[int, Sequence[Measurement]]) -> dict[int, float]:
+    return {batch: statistics.median(run.seconds for run in runs) for batch, runs in batches.items()}
+
+
+def _acceptance_length(runs: Sequence[Measurement]) -> float | None:
+    counted = [(run.accepted, run.rounds) for run in runs if run.accepted is not None and run.rounds is not None]
+    if not counted:
+        return None
+    accepted, rounds = (sum(column) for column in zip(*counted, strict=True))
+    return (accepted + rounds) / rounds if rounds else 1.0
+
+
+# ---------------------------------------------------------------- prompts, models, cases
+
+
+def read_prompts(path: Path, per_task: int | None = None) -> list[Prompt]:
+    """Prompts from a JSON Lines file: each line has `prompt`, or `turns` whose first is used, and perhaps `task`.
+
+    Args:
+        path: the file.
+        per_task: most prompts of a task; None takes all.
+
+    Raises:
+        ConfigurationError: the file cannot be read, holds no prompt, or a line of it is not as described.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"Cannot read the prompts: {error}") from error
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            text = entry["prompt"] if "prompt" in entry else entry["turns"][0]
+        except (ValueError, KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str) or not text:
+            raise ConfigurationError(f'{path}:{number}: expected a JSON object with "prompt" or "turns".')
+        prompts.append(Prompt(text, str(entry.get("task", Prompt.task))))
+    if per_task is not None:
+        by_task: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_task.setdefault(prompt.task, []).append(prompt)
+        prompts = [prompt for group in by_task.values() for prompt in group[:per_task]]
+    if not prompts:
+        raise ConfigurationError(f"{path} holds no prompts.")
+    return prompts
+
+
+def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
+    """Batches of at most `size` prompts, never of two tasks."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    return [
+        Batch(task, tuple(group[start : start + size]))
+        for task, group in by_task.items()
+        for start in range(0, len(group), size)
+    ]
+
+
+def make_cases(
+    settings: Settings,
+    modes: Sequence[str] | None = None,
+    *,
+    assistant: Any | None = None,
+    transformers_own: bool = False,
+) -> tuple[list[Case], list[Skipped]]:
+    """The cases to compare, plain decoding first, and those that lack something.
+
+    Args:
+        settings: of the run.
+        modes: names of modes that must run; None takes every registered mode that can.
+        assistant: draft model for the modes that need one.
+        transformers_own: whether transformers' own prompt lookup runs too, and with an assistant its assisted decoding.
+
+    Raises:
+        UnknownModeError: a name of `modes` names none.
+        ConfigurationError: a mode of `modes` needs an assistant.
+    """
+    cases, skipped = [Case(PLAIN, {"speculative_mode": NO_MODE})], []
+    for name in mode_names() if modes is None else dict.fromkeys(modes):
+        mode = get_mode(name)
+        arguments: dict[str, Any] = {"speculative_mode": name}
+        if settings.num_draft_tokens is not None:
+            arguments["speculative_config"] = {"num_draft_tokens": settings.num_draft_tokens}
+        if mode.needs_assistant:
+            if assistant is None:
+                reason = "it needs a draft model; give --assistant or --assistant-layers."
+                if modes is not None:
+                    raise ConfigurationError(f"Mode {name!r} cannot run: {reason}")
+                skipped.append(Skipped(name, reason))
+                continue
+            arguments["assistant_model"] = assistant
+        cases.append(Case(name, arguments, refusals=_REFUSALS if modes is None else ()))
+    if transformers_own:
+        own: dict[str, dict[str, Any]] = {"transformers lookup": {"prompt_lookup_num_tokens": 10}}
+        if assistant is not None:
+            own["transformers assisted"] = {"assistant_model": assistant}
+        for name, arguments in own.items():
+            arguments = {**arguments, "speculative_mode": NO_MODE}
+            # where they sample, they promise plain decoding's distribution but not its text
+            cases.append(Case(name, arguments, promises_plain=not settings.samples, refusals=(ValueError,)))
+    return cases, skipped
+
+
+def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Any:
+    """A causal language model from a folder or the Hub, ready to generate.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    except OSError as error:
+        raise ConfigurationError(f"Cannot load the model {name!r}: {error}") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, padding on the left as generating needs it.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"Cannot load the tokenizer of {name!r}: {error}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def first_layers(model: Any, layers: int) -> Any:
+    """A draft model made of `model`'s embeddings, first `layers` layers, final norm and head; it shares the weights.
+
+    Raises:
+        InvalidSettingError: the model does not have more layers than that.
+        UnsupportedModelError: the model is not built like Llama's.
+    """
+    import torch
+
+    inner = getattr(model, "model", None)
+    if not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")) or not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not built like Llama (model.embed_tokens, model.layers, model.norm, lm_head), "
+            "so no draft model can be cut out of it. Use a draft model of its own."
+        )
+    assert inner is not None
+    if not 1 <= layers < len(inner.layers):
+        raise InvalidSettingError(
+            f"A draft model of the model's own layers has between 1 and {len(inner.layers) - 1} of them, got {layers}."
+        )
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:layers]
+    with torch.device("meta"):  # no memory for weights that are replaced at once
+        draft = type(model)(config)
+    for name, part in inner.named_children():
+        setattr(draft.model, name, part[:layers] if name == "layers" else part)
+    draft.lm_head = model.lm_head
+    if any(tensor.is_meta for tensor in [*draft.parameters(), *draft.buffers()]):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has weights outside of its layers, embeddings, norm and head, so no draft model "
+            "can be cut out of it. Use a draft model of its own."
+        )
+    draft.generation_config = copy.deepcopy(model.generation_config)
+    return draft.eval()
+
+
+def describe(model: Any, name: str, assistant: str | None = None) -> Environment:
+    """What is run on what."""
+    import torch
+    import transformers
+
+    from ._version import __version__
+
+    device = model.device
+    return Environment(
+        model=name,
+        assistant=assistant,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        hf_specdec=__version__,
+    )
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    cases: Sequence[Case],
+    settings: Settings,
+    *,
+    environment: Environment | None = None,
+    skipped: Sequence[Skipped] = (),
+    progress: Progress = lambda done, total, label: None,
+) -> Report:
+    """Run every case on every batch of prompts, in turns, and compare the outputs with plain decoding's.
+
+    Args:
+        model: the target model.
+        tokenizer: its tokenizer, padding on the left. Where it has a chat template, every prompt is a user's message.
+        prompts: what to continue.
+        cases: from `make_cases`; one of them is plain decoding.
+        settings: what they have in common.
+        environment: from `describe`; None describes the model without a name.
+        skipped: cases that lack something, to be reported.
+        progress: told before every run.
+    """
+    if PLAIN not in [case.name for case in cases]:
+        raise ConfigurationError(f"Nothing to compare with: no case is named {PLAIN!r}.")
+    batches = make_batches(prompts, settings.batch_size)
+    if not batches:
+        raise ConfigurationError("There are no prompts to measure on.")
+    runner = _Runner(model, tokenizer, settings)
+    skipped = list(skipped)
+    total = len(cases) * (1 + len(batches) * settings.repeats)
+
+    # The first call of a case is slow (kernels are chosen, memory is taken) and shows whether it can run at all. It is
+    # made on the largest batch: what cannot do batches says so here.
+    largest = max(batches, key=lambda batch: len(batch.prompts))
+    running: list[Case] = []
+    for done, case in enumerate(cases):
+        progress(done, total, f"warming up {case.name}")
+        try:
+            runner.run(case, runner.encode(largest))
+        except case.refusals as error:
+            skipped.append(Skipped(case.name, str(error).partition("\n")[0]))
+        else:
+            running.append(case)
+
+    done, total = len(cases), len(cases) + len(running) * len(batches) * settings.repeats
+    measurements: list[Measurement] = []
+    for index, batch in enumerate(batches):
+        inputs = runner.encode(batch)
+        runs: list[tuple[int, _Run]] = []
+        for repeat in range(settings.repeats):
+            shift = (index + repeat) % len(running)  # nobody always runs first, or always after the same other
+            for case in running[shift:] + running[:shift]:
+                progress(done, total, f"{batch.task}: {case.name}")
+                runs.append((repeat, runner.run(case, inputs)))
+                done += 1
+        plain = next(run.rows for _, run in runs if run.case == PLAIN)
+        measurements += [run.measurement(batch.task, index, repeat, plain, runner.eos) for repeat, run in runs]
+    progress(done, total, "done")
+    order = [case.name for case in running]
+    return Report(
+        environment=environment or describe(model, type(model).__name__),
+        settings=settings,
+        cases=tuple(running),
+        measurements=tuple(sorted(measurements, key=lambda m: (m.batch, order.index(m.case), m.repeat))),
+        skipped=tuple(skipped),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One `generate` call, before its output is compared."""
+
+    case: str
+    seconds: float
+    # generated ids, [B, T] as lists
+    rows: list[list[int]]
+    accepted: int | None
+    rounds: int | None
+
+    def measurement(
+        self, task: str, batch: int, repeat: int, plain: Sequence[Sequence[int]], eos: Iterable[int]
+    ) -> Measurement:
+        return Measurement(
+            case=self.case,
+            task=task,
+            batch=batch,
+            repeat=repeat,
+            seconds=self.seconds,
+            rows=len(self.rows),
+            tokens=count_tokens(self.rows, eos),
+            differing_rows=count_differing(self.rows, plain),
+            accepted=self.accepted,
+            rounds=self.rounds,
+        )
+
+
+class _Runner:
+    """Runs cases on one model."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings) -> None:
+        self.model, self.tokenizer, self.seed = model, tokenizer, settings.seed
+        self.arguments: dict[str, Any] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "do_sample": settings.samples,
+            "return_dict_in_generate": False,
+        }
+        for name in ("temperature", "top_p"):
+            if getattr(settings, name) is not None:
+                self.arguments[name] = getattr(settings, name)
+        if model.generation_config.pad_token_id is None:
+            self.arguments["pad_token_id"] = tokenizer.pad_token_id
+        eos = model.generation_config.eos_token_id
+        self.eos: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def encode(self, batch: Batch) -> Any:
+        texts = [prompt.text for prompt in batch.prompts]
+        is_chat = bool(self.tokenizer.chat_template)
+        if is_chat:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+                for text in texts
+            ]
+        # the template has already written the special tokens
+        encoded = self.tokenizer(
+            texts,
+            return_tensors="pt",
+            padding=len(texts) > 1,
+            add_special_tokens=not is_chat,
+            return_token_type_ids=False,
+        )
+        return encoded.to(self.model.device)
+
+    def run(self, case: Case, inputs: Any) -> _Run:
+        import torch
+
+        torch.manual_seed(self.seed)
+        with record() as stats:
+            self._synchronize()
+            start = perf_counter()
+            output = self.model.generate(**inputs, **self.arguments, **case.arguments)
+            self._synchronize()
+            seconds = perf_counter() - start
+        total = stats.total
+        return _Run(
+            case=case.name,
+            seconds=seconds,
+            rows=output[:, inputs["input_ids"].shape[1] :].tolist(),
+            accepted=total.accepted if stats.calls else None,
+            rounds=total.rounds if stats.calls else None,
+        )
+
+    def _synchronize(self) -> None:
+        if self.model.device.type != "cpu":
+            import torch
+
+            torch.accelerator.synchronize(self.model.device)

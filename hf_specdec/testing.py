@@ -1,0 +1,135 @@
+"""Tools for tests, ours and yours: a drafter that says what it is told, and tiny random models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .draft import Budget, Context, Draft, Scores, Verdict
+from .drafters.base import Drafter
+
+# A script answers: what should be drafted for this row, whose text so far is this? A chain of tokens, or a
+# (tokens, parents) tree whose parents count the root as node 0.
+Script = Callable[[int, list[int]], Sequence[int] | tuple[Sequence[int], Sequence[int]]]
+
+
+class ScriptedDrafter(Drafter):
+    """Drafts what `script(row, text)` says, right or wrong, and remembers what became of it.
+
+    ```python
+    drafter = ScriptedDrafter(lambda row, text: [7, 8, 9])
+    model.generate(**inputs, speculative_mode=drafter, speculative_config={"num_draft_tokens": 3})
+    ```
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.verdicts: list[Verdict] = []
+        self.drafts: list[Draft] = []
+
+    @classmethod
+    def knowing(cls, texts: Sequence[Sequence[int]], length: int) -> ScriptedDrafter:
+        """Always right: drafts the next `length` tokens of `texts[row]` (prompt without padding, and output)."""
+        return cls(lambda row, text: list(texts[row][len(text) : len(text) + length]))
+
+    @classmethod
+    def lying(cls, texts: Sequence[Sequence[int]], length: int, vocab_size: int) -> ScriptedDrafter:
+        """Always wrong: drafts tokens that `texts[row]` does not go on with."""
+
+        def lie(row: int, text: list[int]) -> list[int]:
+            truth = list(texts[row][len(text) : len(text) + length])
+            truth += [0] * (length - len(truth))
+            return [(token + 1) % vocab_size for token in truth]
+
+        return cls(lie)
+
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        tokens, parents = [], []
+        for row, text in enumerate(context.tokens):
+            depth = budget.depth[row]
+            drafted = self.script(row, text) if depth > 0 else []
+            if isinstance(drafted, tuple):
+                tokens.append([text[-1], *drafted[0]])
+                parents.append([-1, *drafted[1]])
+            else:
+                chain = list(drafted)[:depth]
+                tokens.append([text[-1], *chain])
+                parents.append(list(range(-1, len(chain))))
+        return Draft(tokens=tokens, parents=parents)
+
+    def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        self.drafts.append(draft)
+        self.verdicts.append(verdict)
+
+
+# the models of the conformance suite: name -> (config class of transformers, settings besides the common ones)
+_COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral": ("MistralConfig", {"head_dim": 8, "sliding_window": 8}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "falcon_alibi": (
+        "FalconConfig",
+        {"alibi": True, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": False},
+    ),
+}
+
+
+def tiny_model_names() -> list[str]:
+    """Names that `tiny_model` knows."""
+    return list(_MODELS)
+
+
+def tiny_model(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """A random model of a few thousand weights, in evaluation mode: vocabulary 97, BOS 1, EOS 2, padding 0.
+
+    Args:
+        name: one of `tiny_model_names()`.
+        seed: seed of the weights; the global generator is left alone.
+        dtype: of the weights.
+        settings: of the config, besides or instead of the usual ones.
+    """
+    import transformers
+
+    config_name, own = _MODELS[name]
+    config_class = getattr(transformers, config_name)
+    wanted = {**_COMMON, **own, **settings}
+    if "layer_types" in wanted:
+        wanted["layer_types"] = wanted["layer_types"][: wanted["num_hidden_layers"]]
+    if name == "gpt2":
+        for there, here in (("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size")):
+            wanted[there] = settings.get(here, wanted[there])
+        wanted = {key: value for key, value in wanted.items() if key not in ("hidden_size", "num_hidden_layers")}
+    config = config_class(**wanted)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return model.eval()
