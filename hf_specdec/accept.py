@@ -102,7 +102,7 @@ class Rejection:
         for index, (node, token) in enumerate(zip(offer.nodes, offer.tokens, strict=True)):
             q = None if offer.q is None else offer.q[index]
             drafted = 1.0 if q is None else float(q[token])
-            if float(torch.rand((), device=p.device)) * drafted < float(p[token]):
+            if _coin(min(1.0, float(p[token]) / drafted) if drafted > 0.0 else 0.0, p.device):
                 return Choice(token, node)
             residual = p.clone()
             if q is None:
@@ -115,7 +115,7 @@ class Rejection:
             if float(total) <= 0.0:
                 break  # p and q agree up to rounding: nothing is left to recover from, so p itself is right
             p = residual / total
-        return Choice(int(torch.multinomial(p, 1)), None)
+        return Choice(_draw(p), None)
 
 
 class Typical:
@@ -143,6 +143,19 @@ class Typical:
                 _, node, token = max(likely)
                 choices.append(Choice(token, -node))
             else:
-                token = int(torch.multinomial(p, 1)) if self.do_sample else int(p.argmax())
+                token = _draw(p) if self.do_sample else int(p.argmax())
                 choices.append(Choice(token, None))
         return choices
+
+
+# the only two places where a rule is random
+
+
+def _coin(probability: float, device: torch.device) -> bool:
+    """True with this probability."""
+    return float(torch.rand((), device=device)) < probability
+
+
+def _draw(p: torch.Tensor) -> int:
+    """A token from `p [V]`."""
+    return int(torch.multinomial(p, 1))

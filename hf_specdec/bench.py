@@ -367,7 +367,7 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Any:
 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"Cannot load the model {name!r}: {error}") from error
     return model.to(device).eval()
 

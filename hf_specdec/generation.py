@@ -256,6 +256,13 @@ class _Call:
                 f"The prompt has {length} tokens and {type(self.model).__name__} has {limit} positions: no token can "
                 "follow. Shorten the prompt."
             )
+        sources = (arguments, vars(arguments.get("generation_config") or resolved), vars(self.model.generation_config))
+        asked = next((source["max_length"] for source in sources if source.get("max_length") is not None), None)
+        if resolved.max_new_tokens is None and asked is not None and length >= asked:
+            raise ContextLimitError(
+                f"The prompt has {length} tokens and max_length={asked}: no token can follow. Pass max_new_tokens, or a "
+                "larger max_length."
+            )
         mask = arguments.get("attention_mask")
         if mask is not None and mask.dim() == 2 and bool((mask.sum(-1) == 0).any()):
             raise EmptyPromptError("A row of the attention_mask hides its whole prompt: there is nothing to continue.")

@@ -50,6 +50,7 @@ class AssistantDrafter(Drafter):
                 "cannot share a tokenizer. Use a draft model of the same family (or raise max_vocabulary_padding if one "
                 "is only padded further)."
             )
+        self._own_size = own_size
         self._shared_size = min(own_size, target_size)
         self._support = support(assistant_model)
         self._runner: CachedModel | None = None
@@ -157,7 +158,8 @@ class AssistantDrafter(Drafter):
                 self._seen[row] = list(text)
         if max(wrong):
             runner.take_back(wrong, idle)
-        output = runner.forward(pending, [list(range(-1, len(row) - 1)) for row in pending])
+        readable = [self._readable(row) for row in pending]
+        output = runner.forward(readable, [list(range(-1, len(row) - 1)) for row in pending])
         runner.commit([list(range(len(row))) for row in pending], idle)
         last = torch.tensor([len(row) - 1 for row in pending], device=output.logits.device)
         return output.logits[torch.arange(len(pending), device=last.device), last]
@@ -168,7 +170,7 @@ class AssistantDrafter(Drafter):
         device = self.model.device
         fill = [longest - len(text) for text in context.tokens]
         ids = torch.tensor(
-            [[text[0]] * pad + text for text, pad in zip(context.tokens, fill, strict=True)], device=device
+            [[0] * pad + self._readable(text) for text, pad in zip(context.tokens, fill, strict=True)], device=device
         )
         valid = torch.arange(longest, device=device) >= torch.tensor(fill, device=device)[:, None]
         cache = kv.new_cache(self.model.config.get_text_config(decoder=True))
@@ -189,6 +191,10 @@ class AssistantDrafter(Drafter):
         )
         self._seen = [list(text) for text in context.tokens]
         return output.logits[:, -1]
+
+    def _readable(self, text: list[int]) -> list[int]:
+        """The text, without the target's padding tokens that the draft model has no embedding for."""
+        return [token if token < self._own_size else 0 for token in text]
 
     @property
     def takes_positions(self) -> bool:

@@ -1,0 +1,306 @@
+"""Bad input: its own error, before the model runs, naming culprit and remedy; nothing is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import assert_same, assert_unchanged, model_of, prompt, run, snapshot
+from transformers import GenerationConfig, StoppingCriteriaList
+
+import hf_specdec
+from hf_specdec import errors
+from hf_specdec.compat import CACHE_KEY
+from hf_specdec.testing import ScriptedDrafter, tiny_model
+
+LOOKUP = {"speculative_mode": "prompt_lookup"}
+
+
+def refused(error: type[Exception], match: str, model: Any = None, inputs: Any = None, **kwargs: Any) -> None:
+    """Assert that the call raises this error without a forward and without a trace."""
+    model = model_of("llama") if model is None else model
+    hf_specdec.structure.support(model_of("llama"))  # the self-test is not what is counted here
+    before = snapshot(model)
+    ran = []
+    handle = model.register_forward_pre_hook(lambda *args: ran.append(1))
+    try:
+        with pytest.raises(error, match=match):
+            run(model, prompt() if inputs is None else inputs, **{"max_new_tokens": 6, **LOOKUP, **kwargs})
+    finally:
+        handle.remove()
+    assert not ran, "the model ran before the error"
+    assert_unchanged(model, before)
+
+
+def test_unknown_mode_lists_the_known_ones() -> None:
+    refused(errors.UnknownModeError, "'medussa'.*assistant.*prompt_lookup", speculative_mode="medussa")
+    refused(errors.UnknownModeError, "7", speculative_mode=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_drafts": 3}, "'num_drafts'.*num_draft_tokens"),
+        ({"num_draft_tokens": "three"}, "num_draft_tokens must be a whole number or 'auto', got 'three'"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0, got -1"),
+        ({"num_draft_tokens": True}, "num_draft_tokens"),
+        ({"num_draft_tokens": 2.5}, "num_draft_tokens"),
+        ({"acceptance": "lucky"}, "acceptance must be 'coupled' or 'rejection' or 'typical'"),
+        ({"max_match_length": 0}, "max_match_length must be at least 1"),
+        ({"typical_epsilon": 2.0}, "typical_epsilon must be between 0.0 and 1.0"),
+        ({"typical_delta": float("nan")}, "typical_delta"),
+        ({"draft_sampling": "tape"}, "'draft_sampling' for mode 'prompt_lookup'"),
+        (["num_draft_tokens"], "must be a dict or a PromptLookupConfig, got list"),
+        (hf_specdec.AssistantConfig(), "must be a dict or a PromptLookupConfig, got AssistantConfig"),
+    ],
+)
+def test_unknown_or_mistyped_settings(settings: Any, message: str) -> None:
+    refused(errors.InvalidSettingError, message, speculative_config=settings)
+
+
+def test_settings_without_a_mode() -> None:
+    refused(
+        errors.ConflictingArgumentsError, "without a speculative_mode", speculative_mode=None, speculative_config={}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
+        ({"dola_layers": "low"}, "dola generation"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"token_healing": True}, "token_healing"),
+    ],
+)
+def test_ways_of_generating_that_do_not_combine(kwargs: dict[str, Any], message: str) -> None:
+    refused(errors.UnsupportedGenerationError, message, **kwargs)
+
+
+def test_a_prompt_of_embeddings() -> None:
+    model = model_of("llama")
+    with pytest.raises(errors.UnsupportedGenerationError, match="inputs_embeds"):
+        model.generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, **LOOKUP)
+
+
+def test_conflicting_arguments() -> None:
+    refused(errors.ConflictingArgumentsError, "custom_generate", custom_generate=lambda **kwargs: None)
+    refused(errors.ConflictingArgumentsError, "takes no assistant_model", assistant_model=model_of("llama"))
+    refused(errors.ConflictingArgumentsError, "needs assistant_model=", speculative_mode="assistant")
+    refused(errors.ConflictingArgumentsError, "pass tokenizer=", stop_strings=["x"])
+
+
+def test_a_draft_model_with_another_vocabulary() -> None:
+    other = tiny_model("llama", vocab_size=1500)
+    refused(
+        errors.IncompatibleVocabularyError, "1500 tokens, the target 97", speculative_mode="assistant", assistant_model=other
+    )
+
+
+def test_tokenizers_that_differ() -> None:
+    from conftest import letter_tokenizer
+
+    mine, other = letter_tokenizer(), letter_tokenizer()
+    other.add_tokens(["more"])
+    refused(
+        errors.IncompatibleVocabularyError,
+        "assistant_tokenizer differ",
+        speculative_mode="assistant",
+        assistant_model=model_of("llama", num_hidden_layers=2),
+        tokenizer=mine,
+        assistant_tokenizer=other,
+    )
+
+
+@pytest.mark.parametrize("sizes", [(97, 128), (128, 97)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_vocabularies_padded_differently_do_combine(sizes: tuple[int, int], do_sample: bool) -> None:
+    target, draft = tiny_model("llama", vocab_size=sizes[0]), tiny_model("llama", vocab_size=sizes[1], seed=1)
+    asked = {"speculative_mode": "assistant", "assistant_model": draft, "speculative_config": {"num_draft_tokens": 4}}
+    assert_same(target, prompt(2, padding=2), asked, max_new_tokens=20, do_sample=do_sample)
+    asked["speculative_config"]["acceptance"] = "rejection"
+    run(target, prompt(2, padding=2), max_new_tokens=20, do_sample=do_sample, **asked)
+
+
+def test_an_empty_prompt() -> None:
+    empty = {"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": torch.zeros(1, 0, dtype=torch.long)}
+    refused(errors.EmptyPromptError, "empty", inputs=empty)
+    hidden = prompt(2)
+    hidden["attention_mask"][1] = 0
+    refused(errors.EmptyPromptError, "attention_mask", inputs=hidden)
+
+
+def test_a_prompt_at_the_context_limit() -> None:
+    refused(
+        errors.ContextLimitError,
+        "12 tokens and LlamaForCausalLM has 12 positions",
+        model=model_of("llama", max_position_embeddings=12),
+    )
+
+
+def test_no_room_for_a_new_token() -> None:
+    refused(errors.ContextLimitError, "max_length=12", max_new_tokens=None, max_length=12)
+
+
+def test_caches_that_cannot_be_rolled_back() -> None:
+    refused(errors.UnsupportedCacheError, "quantized", cache_implementation="quantized")
+    refused(errors.UnsupportedCacheError, "offloaded", cache_implementation="offloaded")
+    refused(errors.UnsupportedCacheError, "Cache", **{CACHE_KEY: object()})
+    offloaded = transformers.DynamicCache(config=model_of("llama").config)
+    offloaded.offloading = True
+    refused(errors.UnsupportedCacheError, "offloaded", **{CACHE_KEY: offloaded})
+
+
+def mamba() -> Any:
+    config = transformers.MambaConfig(
+        vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def hybrid() -> Any:
+    config = transformers.Qwen3NextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1],
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("make", [mamba, hybrid])
+def test_a_model_that_cannot_roll_back(make: Any) -> None:
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(errors.UnsupportedModelError, match=f"{type(model).__name__}.*"):
+        run(model, prompt(), max_new_tokens=6, **LOOKUP)
+    assert_unchanged(model, before)
+
+
+def test_plain_decoding_with_a_warning_where_that_was_asked_for() -> None:
+    model = mamba()
+    expected, _ = run(model, prompt(), max_new_tokens=6)
+    with pytest.warns(UserWarning, match="Decoding plainly.*MambaForCausalLM"):
+        output, _ = run(model, prompt(), max_new_tokens=6, speculative_config={"on_unsupported": "plain"}, **LOOKUP)
+    assert output.tolist() == expected.tolist()
+    with pytest.warns(UserWarning, match="num_beams"):
+        beams, _ = run(
+            model_of("llama"),
+            prompt(),
+            max_new_tokens=6,
+            num_beams=2,
+            speculative_config={"on_unsupported": "plain"},
+            **LOOKUP,
+        )
+    expected, _ = run(model_of("llama"), prompt(), max_new_tokens=6, num_beams=2)
+    assert beams.tolist() == expected.tolist()
+
+
+def test_a_draft_model_that_cannot_roll_back() -> None:
+    refused(errors.UnsupportedModelError, "MambaForCausalLM", speculative_mode="assistant", assistant_model=mamba())
+
+
+def test_encoder_decoder_models_are_named() -> None:
+    config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with pytest.raises(errors.UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        run(model, prompt(), max_new_tokens=3, **LOOKUP)
+
+
+def test_dropout_in_training_mode() -> None:
+    model = tiny_model("gpt2", resid_pdrop=0.5)
+    model.train()
+    with pytest.raises(errors.UnsupportedModelError, match=r"model\.eval\(\)"):
+        run(model, prompt(), max_new_tokens=3, **LOOKUP)
+    assert model.training
+
+
+def test_a_model_that_ignores_the_cache_is_found_by_the_self_test() -> None:
+    """Its scores for a block differ from those of the tokens one by one: silently wrong, were it not tested."""
+    model = tiny_model("llama", seed=9)
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+
+    def shortsighted(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if 1 < hidden_states.shape[1] <= 4:  # any block that is not the whole text
+            hidden_states = hidden_states.flip(1)
+        return original(hidden_states, **kwargs)
+
+    attention.forward = shortsighted
+    with pytest.raises(errors.UnsupportedModelError, match="self-test"):
+        run(model, prompt(), max_new_tokens=4, **LOOKUP)
+
+
+def test_a_model_that_ignores_tree_masks_gets_chains() -> None:
+    from hf_specdec.structure import support
+
+    model = tiny_model("llama", seed=10)
+    inner = model.model
+    original = inner.forward
+
+    def deaf(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = None
+        return original(*args, attention_mask=attention_mask, **kwargs)
+
+    inner.forward = deaf
+    found = support(model)
+    assert not found.trees
+    assert "self-test" in found.why
+    drafter = ScriptedDrafter(lambda row, text: ([5, 6, 7], [0, 0, 1]))
+    stats = assert_same(
+        model,
+        prompt(),
+        {"speculative_mode": drafter, "speculative_config": {"num_draft_tokens": 3}},
+        max_new_tokens=8,
+        eos_token_id=None,
+    )
+    assert all(parents == list(range(-1, len(parents) - 1)) for draft in drafter.drafts for parents in draft.parents)
+    assert max(stats.widths) == 3
+
+
+def test_typos_are_named_by_transformers() -> None:
+    refused(ValueError, "top_kk", top_kk=3)
+
+
+def test_an_argument_for_the_model_that_we_would_drop() -> None:
+    model = model_of("gpt2")
+    types = torch.zeros(1, 12, dtype=torch.long)
+    refused(errors.UnsupportedGenerationError, "token_type_ids", model=model, token_type_ids=types)
+
+
+def test_every_error_is_in_the_tree_drawn_at_the_top() -> None:
+    import inspect
+
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, Exception):
+            assert issubclass(kind, errors.SpeculationError)
+            assert name in errors.__doc__, f"{name} is missing from the drawing"
+
+
+def test_generation_config_given_by_the_user_is_not_touched() -> None:
+    given = GenerationConfig(max_new_tokens=5, stop_strings=None, pad_token_id=0, eos_token_id=2)
+    before = given.to_dict()
+    criteria = StoppingCriteriaList()
+    run(model_of("llama"), prompt(), generation_config=given, stopping_criteria=criteria, **LOOKUP)
+    assert given.to_dict() == before
+    assert len(criteria) == 0
