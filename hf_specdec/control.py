@@ -105,11 +105,6 @@ class Calibrator:
     def observations(self) -> float:
         return sum(self._tried)
 
-    @property
-    def mean(self) -> float:
-        """Acceptance over everything observed; 0.5 before anything was."""
-        return (sum(self._accepted) + 1.0) / (self.observations + 2.0)
-
 
 class Controller(Protocol):
     """Decides how much is drafted and how much of a draft is verified."""
@@ -167,17 +162,22 @@ class AdaptiveController:
         self.most_tokens = most_tokens
         self.calibrator = Calibrator()
         self._draft_seconds = 0.0  # per drafted token, decaying mean
+        self._acceptance = 0.5  # of drafted tokens whose parents were accepted, decaying mean
         self._paused = 0
+        self._probe = False
         self._next_pause = self.FIRST_PAUSE
 
     def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
         self._rows = sum(room >= 0 for room in rooms) or 1
         tokens = self.most_tokens
-        if self._paused:
+        if self._paused > 0:
             self._paused -= 1
             tokens = 0
+            self._probe = self._paused == 0  # the round after a pause drafts, to see whether the text has changed
+        elif self._probe:
+            self._probe = False
         elif not self._drafting_pays():
-            self._paused = self._next_pause
+            self._paused = self._next_pause - 1
             self._next_pause = min(2 * self._next_pause, self.LONGEST_PAUSE)
             tokens = 0
         depth = [max(0, min(room, tokens)) for room in rooms]
@@ -240,7 +240,9 @@ class AdaptiveController:
         for token in committed:
             below = proposal.children[row][node]
             for child in below:
-                self.calibrator.observe(proposal.confidence[row][child], proposal.tokens[row][child] == token)
+                right = proposal.tokens[row][child] == token
+                self.calibrator.observe(proposal.confidence[row][child], right)
+                self._acceptance += 0.1 * (right - self._acceptance)
             carried = [child for child in below if proposal.tokens[row][child] == token]
             if not carried:
                 return
@@ -257,7 +259,7 @@ class AdaptiveController:
             products = list(accumulate(probabilities, lambda a, b: a * b))
             expected += sum(products)
             reached += products[-1] if products else 1.0
-            conditional += probabilities[-1] if probabilities else self.calibrator.mean
+            conditional += probabilities[-1] if probabilities else self._acceptance
         conditional /= rows
         spent = self.costs.seconds(self._rows, length + 1) + length * self._draft_seconds
         rate = expected / spent
@@ -275,7 +277,7 @@ class AdaptiveController:
         plain = self.costs.seconds(self._rows, 1)
         if self._draft_seconds < 0.02 * plain or self.calibrator.observations < self.LEARNING:
             return True
-        acceptance, reached, expected = self.calibrator.mean, 1.0, 1.0
+        acceptance, reached, expected = self._acceptance, 1.0, 1.0
         for length in range(1, self.most_tokens + 1):
             reached *= acceptance
             expected += reached

@@ -1,0 +1,155 @@
+"""The controller: measured costs, calibrated drafts, the ratio rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_specdec import Draft, Verdict
+from hf_specdec.control import AdaptiveController, Calibrator, CostModel, FixedController
+
+# seconds of a forward over so many nodes, a staircase as it was once measured on two cores
+STAIRS = {1: 1.0, 2: 1.09, 3: 1.16, 4: 1.5, 5: 1.55, 6: 1.6, 7: 1.72, 8: 1.85, 9: 2.4, 10: 2.4}
+
+
+def measured(costs: dict[int, float] = STAIRS, batch: int = 1) -> CostModel:
+    model = CostModel("cpu")
+    for width, seconds in costs.items():
+        for _ in range(3):
+            model.observe(batch, width, seconds)
+    return model
+
+
+def chain(confidence: list[float], rows: int = 1) -> Draft:
+    return Draft.chains([0] * rows, [list(range(1, len(confidence) + 1))] * rows, [confidence] * rows)
+
+
+class Believing(AdaptiveController):
+    """Takes confidences at their word, so that sizes can be computed by hand."""
+
+    def __init__(self, costs: CostModel, most_tokens: int = 9) -> None:
+        super().__init__(costs, most_tokens)
+        self.calibrator.probability = lambda confidence: confidence  # type: ignore[method-assign]
+
+
+def best_by_hand(confidence: list[float], costs: dict[int, float], rows: int = 1) -> int:
+    best, best_rate = 0, rows / costs[1] * 1.02
+    expected, reached = 1.0, 1.0
+    for nodes, p in enumerate(confidence, start=1):
+        reached *= p
+        expected += reached
+        if rows * expected / costs[nodes + 1] > best_rate:
+            best, best_rate = nodes, rows * expected / costs[nodes + 1]
+    return best
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_the_size_is_the_argmax_of_tokens_per_second(p: float) -> None:
+    confidence = [p] * 9
+    sized = Believing(measured()).size(chain(confidence), [True], most_nodes=9)
+    assert sized.width - 1 == best_by_hand(confidence, STAIRS)
+
+
+def test_zero_is_a_size() -> None:
+    assert Believing(measured()).size(chain([0.02] * 4), [True], most_nodes=9).is_empty
+
+
+def test_a_step_of_the_staircase_is_taken_when_what_follows_pays() -> None:
+    """From 3 to 4 nodes costs more than one token is worth, from 3 to 8 does not."""
+    assert Believing(measured()).size(chain([0.9] * 9), [True], most_nodes=9).width == 8
+
+
+def test_the_best_nodes_of_a_tree_are_kept() -> None:
+    draft = Draft([[0, 1, 2, 3]], [[-1, 0, 0, 2]], confidence=[[1.0, 0.05, 0.9, 0.8]])
+    sized = Believing(measured({1: 1.0, 2: 1.05, 3: 1.1, 4: 3.0})).size(draft, [True], most_nodes=9)
+    assert sized.tokens == [[0, 2, 3]]
+
+
+def test_the_cache_may_set_the_limit() -> None:
+    assert Believing(measured()).size(chain([0.99] * 9), [True], most_nodes=2).width == 3
+
+
+def test_finished_rows_are_not_paid_for() -> None:
+    sized = Believing(measured(batch=1)).size(chain([0.9] * 3, rows=2), [True, False], most_nodes=9)
+    assert [len(row) for row in sized.tokens] == [3, 1]
+
+
+def test_costs_are_scaled_from_the_nearest_width_until_measured() -> None:
+    costs = CostModel("cpu")
+    prior = costs.seconds(1, 8)
+    assert 1.0 < prior < 4.0
+    for _ in range(3):
+        costs.observe(1, 8, 0.5)
+    assert costs.seconds(1, 8) == 0.5
+    assert costs.seconds(1, 1) == pytest.approx(0.5 / prior)
+    assert costs.seconds(1, 64) > costs.seconds(1, 32) > 0.5
+
+
+def test_one_slow_forward_does_not_decide() -> None:
+    costs = measured({1: 1.0, 2: 1.1})
+    costs.observe(1, 2, 50.0)
+    assert costs.seconds(1, 2) == pytest.approx(1.1)
+
+
+def test_calibration_moves_from_the_drafters_word_to_what_was_seen() -> None:
+    calibrator = Calibrator()
+    assert calibrator.probability(0.92) == pytest.approx(0.92)
+    for _ in range(50):
+        calibrator.observe(0.92, False)
+    assert calibrator.probability(0.92) < 0.1
+    assert calibrator.probability(0.3) == pytest.approx(0.3), "other confidences are judged by their own"
+    for _ in range(300):
+        calibrator.observe(0.92, True)
+    assert calibrator.probability(0.92) > 0.8, "old observations fade"
+
+
+def test_what_was_not_verified_is_learned_from_too() -> None:
+    """The proposal said 1, 2, 3; only its first token was verified, but the text went on 1, 2, 9."""
+    controller = AdaptiveController(measured(), 9)
+    proposal = chain([0.31, 0.51, 0.71])
+    verdict = Verdict(kept=[[0, 1]], committed=[[1, 2, 9]], accepted=[1])
+    before = [controller.calibrator.probability(c) for c in (0.31, 0.51, 0.71)]
+    controller.observe(proposal, chain([0.31]), verdict, 0.0, 1.0)
+    after = [controller.calibrator.probability(c) for c in (0.31, 0.51, 0.71)]
+    assert after[0] > before[0]
+    assert after[1] > before[1]
+    assert after[2] < before[2]
+
+
+def paying(controller: AdaptiveController, draft_seconds: float, right: bool, rounds: int) -> list[int]:
+    """Depths that the controller grants a drafter which drafts two tokens a round, all right or all wrong."""
+    granted = []
+    for _ in range(rounds):
+        budget = controller.budget([9], trees=False)
+        granted.append(budget.depth[0])
+        draft = chain([0.6, 0.6]) if budget.depth[0] else Draft.empty([0])
+        committed = [1, 2, 9] if right and budget.depth[0] else [9]
+        verdict = Verdict(kept=[[0]], committed=[committed], accepted=[len(committed) - 1])
+        controller.observe(draft, draft, verdict, draft_seconds if budget.depth[0] else 0.0, STAIRS[draft.width])
+    return granted
+
+
+def test_costly_drafts_that_fail_are_given_up_and_tried_again() -> None:
+    granted = paying(AdaptiveController(measured(), 9), draft_seconds=0.6, right=False, rounds=80)
+    assert granted[0] == 9
+    assert granted.count(0) > 55
+    assert any(depth > 0 for depth in granted[30:])
+
+
+def test_costly_drafts_that_hold_are_kept() -> None:
+    assert 0 not in paying(AdaptiveController(measured(), 9), draft_seconds=0.3, right=True, rounds=60)
+
+
+def test_a_drafter_is_asked_to_go_on_while_that_pays() -> None:
+    controller = Believing(measured())
+    pays = controller.budget([9], trees=False).pays
+    assert pays([[0.95]])
+    assert pays([[0.95, 0.9, 0.9]])
+    assert not pays([[0.95, 0.02]])
+    assert not pays([[0.03]])
+
+
+def test_fixed_sizes() -> None:
+    controller = FixedController(2)
+    assert controller.budget([9, 1, -1], trees=True).depth == [2, 1, -1]
+    assert controller.size(chain([0.9] * 5), [True], most_nodes=9).width == 3
+    assert controller.size(chain([0.9] * 5), [True], most_nodes=1).width == 2
