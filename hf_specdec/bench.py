@@ -176,6 +176,11 @@ class Report:
         object.__setattr__(self, "summaries", tuple(summarize(self.measurements)))
 
     @property
+    def modes_ran(self) -> list[str]:
+        """Names of the cases in which hf_specdec decoded."""
+        return [case.name for case in self.cases if case.arguments.get("speculative_mode", NO_MODE) != NO_MODE]
+
+    @property
     def broken_promises(self) -> list[str]:
         """Names of the cases whose output ought to be plain decoding's and was not."""
         differing = {summary.case for summary in self.summaries if not summary.identical}

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -24,10 +23,18 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .compat import DummyLayer, RecordingWindowLayer
 from .errors import UnsupportedCacheError
 
 # Layers whose slots this file knows how to move. Subclasses may keep more state, so they do not count.
-_MOVABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, DummyLayer)
+_MOVABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    RecordingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    DummyLayer,
+)
 
 
 def check_kind(cache: object) -> None:
@@ -163,8 +170,11 @@ def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def new_cache(config: object) -> DynamicCache:
-    """An empty growing cache for a model's text config, ready to be rolled back."""
+    """An empty growing cache for a model's text config, ready to be rolled back, several forwards at once if need be."""
     cache = DynamicCache(config=config)  # type: ignore[arg-type]
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = RecordingWindowLayer(sliding_window=layer.sliding_window)
     record_past(cache, True)
     return cache
 

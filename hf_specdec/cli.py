@@ -23,7 +23,8 @@ _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status.
 
-    0: done. 1: an output that ought to be plain decoding's was not. 2: the call was wrong. 130: interrupted.
+    0: done. 1: an output that ought to be plain decoding's was not. 2: the call was wrong, or no mode could run.
+    130: interrupted.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -56,7 +57,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if not arguments.no_chart:
         demo.draw_chart(report, arguments.chart)
         print(f"Chart: {arguments.chart}")
-    return _DIFFERS if report.broken_promises else 0
+    return _status(report, tolerates=())
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -78,7 +79,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     report = _measure(arguments, prompts, settings, transformers_own=arguments.transformers_own)
     _show(report, "Benchmark", first_column="task")
     # with few bits a near tie may fall either way, and that is no fault of the mode
-    return _DIFFERS if report.broken_promises and arguments.dtype == "float32" else 0
+    return _status(report, tolerates=("bfloat16",))
+
+
+def _status(report: Report, tolerates: Sequence[str]) -> int:
+    """Exit status for a report; differences in the dtypes of `tolerates` are no failure."""
+    if not report.modes_ran:
+        print("hf-specdec: error: no mode could run, so nothing was compared", file=sys.stderr)
+        return _WRONG_CALL
+    return _DIFFERS if report.broken_promises and report.environment.dtype not in tolerates else 0
 
 
 def _measure(
@@ -214,6 +223,7 @@ def _show(report: Report, title: str, first_column: str) -> None:
         if task not in (None, summary.task):
             table.add_section()
         length = summary.mean_acceptance_length
+        alarm = "[red]" if summary.case in report.broken_promises else ""
         table.add_row(
             summary.task if summary.task != task else "",
             summary.case,
@@ -221,7 +231,7 @@ def _show(report: Report, title: str, first_column: str) -> None:
             f"{summary.ratio:.2f}",
             *([f"{summary.median_ratio:.2f}"] if several else []),
             "-" if length is None else f"{length:.2f}",
-            "[green]yes" if summary.identical else f"[red]no: {summary.differing_rows} of {summary.rows} rows",
+            "[green]yes" if summary.identical else f"{alarm}no: {summary.differing_rows} of {summary.rows} rows",
         )
         task = summary.task
     console.print(table)
@@ -269,7 +279,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compare the modes with plain decoding on three prompts, and draw a chart",
         description="Compare plain generate(), every mode that can run, and transformers' own prompt lookup on three "
         "prompts: copying code, quoting a passage, and an open question. Decodes greedily.",
-        epilog="Exit status: 0 if all outputs are plain decoding's, 1 if one differs, 2 if the call is wrong.",
+        epilog="Exit status: 0 if all outputs are plain decoding's, 1 if one differs, 2 if the call is wrong or no "
+        "mode can run.",
         formatter_class=_Help,
     )
     _add_common(demo)
@@ -283,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure what modes gain over plain generate(), and check that their output is the same. All cases "
         "run in turns on the same prompts, after one call each that is not timed.",
         epilog="Exit status: 0 if all outputs are plain decoding's, 1 if one differs in float32, 2 if the call is "
-        "wrong.",
+        "wrong or no mode can run.",
         formatter_class=_Help,
     )
     _add_common(bench)

@@ -144,8 +144,9 @@ class _Reference:
         logits = model(input_ids=rows, use_cache=False).logits.float()
         self.long, self.short = logits[0, self.PROMPT :], logits[1, self.PROMPT :]
         reduced = model.dtype in (torch.float16, torch.bfloat16)
-        # relative to the spread of the scores: a mask that is ignored moves them by a good part of it
-        self.tolerance = (0.15 if reduced else 2e-3) * float(self.long.std().clamp(min=1e-6))
+        # Root mean square, relative to the spread of the scores. Rounding in bfloat16 comes to 0.07 on a real model, a mask
+        # that is ignored to 0.96.
+        self.tolerance = (0.25 if reduced else 1e-3) * float(self.long.std().clamp(min=1e-6))
 
     def prefill(self) -> Any:
         """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
@@ -171,7 +172,8 @@ class _Reference:
         return CachedModel(self.model, support, self.prefill(), padding=None, next_position=[self.PROMPT])
 
     def _agree(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        return bool(torch.isfinite(logits).all()) and bool((logits.float() - expected).abs().max() <= self.tolerance)
+        differences = (logits.float() - expected).square().mean(-1).sqrt()  # [n]
+        return bool((differences <= self.tolerance).all())  # NaN is not below anything
 
     def tree_agrees(self, support: Support) -> bool:
         runner = self._runner(support)

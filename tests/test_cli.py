@@ -207,6 +207,16 @@ def test_a_near_tie_in_bfloat16_is_reported_but_no_failure(quick, with_broken_ca
     assert "rounds differently" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["demo", "--no-chart"], ["bench"]])
+def test_a_run_without_any_mode_is_no_success(quick, command, monkeypatch, capsys):
+    plain = Case(bench.PLAIN, {"speculative_mode": NO_MODE})
+    monkeypatch.setattr(bench, "make_cases", lambda *args, **kwargs: ([plain], [bench.Skipped("medusa", "no heads")]))
+    assert cli.main([*command, *quick]) == 2
+    captured = capsys.readouterr()
+    assert "Skipped medusa: no heads" in captured.out
+    assert "no mode could run" in captured.err
+
+
 # ---------------------------------------------------------------- SmolLM2 from its wheel
 
 

