@@ -4,6 +4,7 @@
 """
 
 from . import analysis, errors
+from ._version import __version__
 from .config import AssistantConfig, PromptLookupConfig, SpeculativeConfig, configure
 from .draft import Budget, Context, Draft, Scores, Verdict
 from .drafters import AssistantDrafter, Drafter, PromptLookupDrafter
@@ -12,8 +13,6 @@ from .generation import SpeculativeGenerationMixin, install, uninstall
 from .modes import Mode, Request, mode_names, register_mode
 from .sampling import NoiseTape
 from .stats import RowStats, SpeculationStats, record
-
-from ._version import __version__
 
 __all__ = [
     "AssistantConfig",

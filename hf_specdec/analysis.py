@@ -182,9 +182,7 @@ def rule_of_thumb_draft_length(alpha: float, cost_ratio: float) -> float:
         AnalysisError: An argument is outside its range, where the rule is undefined.
     """
     alpha = _number("alpha", alpha, "a number in (0, 1) for the rule of thumb", lambda x: 0 < x < 1)
-    cost_ratio = _number(
-        "cost_ratio", cost_ratio, "a number in (0, 1] for the rule of thumb", lambda x: 0 < x <= 1
-    )
+    cost_ratio = _number("cost_ratio", cost_ratio, "a number in (0, 1] for the rule of thumb", lambda x: 0 < x <= 1)
     return abs(math.log(cost_ratio) / math.log(alpha))  # abs: 0.0, not -0.0, at c = 1
 
 
@@ -214,8 +212,7 @@ def expected_tree_tokens(parents: Sequence[int], acceptance: Sequence[float]) ->
     parents, acceptance = _items("parents", parents), _items("acceptance", acceptance)
     if len(parents) != len(acceptance):
         raise AnalysisError(
-            "parents and acceptance must have one entry a node each, "
-            f"got {len(parents)} and {len(acceptance)}"
+            f"parents and acceptance must have one entry a node each, got {len(parents)} and {len(acceptance)}"
         )
     if not parents:
         raise AnalysisError("parents must hold at least the root, [-1]; got no nodes")
@@ -429,7 +426,5 @@ def _items(name: str, values: Any) -> tuple[Any, ...]:
 def _counts(histogram: Any) -> tuple[int, ...]:
     items = _items("histogram", histogram)
     if not items:
-        raise AnalysisError(
-            "histogram must have at least one entry (rounds that accepted 0 tokens), got none"
-        )
+        raise AnalysisError("histogram must have at least one entry (rounds that accepted 0 tokens), got none")
     return tuple(_integer(f"histogram[{k}]", count) for k, count in enumerate(items))

@@ -170,7 +170,7 @@ def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def new_cache(config: object) -> DynamicCache:
-    """An empty growing cache for a model's text config, ready to be rolled back, several forwards at once if need be."""
+    """An empty growing cache for a model's text config, ready to roll back several forwards at once."""
     cache = DynamicCache(config=config)  # type: ignore[arg-type]
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:

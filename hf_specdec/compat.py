@@ -42,6 +42,4 @@ class _RecordingWindowLayer(cache_utils.DynamicSlidingWindowLayer):
         return keys[:, :, -visible:], values[:, :, -visible:]
 
 
-RecordingWindowLayer: type = (
-    cache_utils.DynamicSlidingWindowLayer if CACHE_KEY == "cache" else _RecordingWindowLayer
-)
+RecordingWindowLayer: type = cache_utils.DynamicSlidingWindowLayer if CACHE_KEY == "cache" else _RecordingWindowLayer

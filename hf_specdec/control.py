@@ -16,6 +16,8 @@ from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
+
 from . import tree
 from .draft import Budget, Draft, Verdict
 
@@ -93,7 +95,15 @@ class Calibrator:
         accepted = self._accepted[index] + self.PRIOR_WEIGHT * min(confidence, 0.98)
         return accepted / (self._tried[index] + self.PRIOR_WEIGHT)
 
+    def fade(self, most: float) -> None:
+        """Let what was seen count as at most so many observations per bin: another text may be another matter."""
+        for index, tried in enumerate(self._tried):
+            if tried > most:
+                self._accepted[index] *= most / tried
+                self._tried[index] = most
+
     def observe(self, confidence: float, accepted: bool) -> None:
+        """A node of this confidence, whose parent was accepted, was accepted itself or not."""
         index = self._bin(confidence)
         if self._tried[index] >= self.MEMORY:
             self._tried[index] *= 0.5
@@ -103,7 +113,24 @@ class Calibrator:
 
     @property
     def observations(self) -> float:
+        """How much has been seen, faded as it is."""
         return sum(self._tried)
+
+
+class Experience:
+    """What is known of a mode on a model: kept from call to call, so that a call need not start from nothing.
+
+    Args:
+        costs: what the model's forwards cost; the same for all its modes.
+    """
+
+    KEPT = 10.0  # observations per bin that an earlier call counts for
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self.calibrator = Calibrator()
+        self.acceptance = 0.5  # of drafted tokens whose parents were accepted, decaying mean
+        self.draft_seconds = 0.0  # per drafted token, decaying mean
 
 
 class Controller(Protocol):
@@ -150,19 +177,20 @@ class AdaptiveController:
     """Sizes every draft by the ratio rule.
 
     Args:
-        costs: what target forwards cost here; shared by the calls on one model.
+        experience: what earlier calls have shown; this one adds to it.
         most_tokens: most tokens drafted a row and round.
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds without drafting after drafting has not paid
     LEARNING = 12  # observations before drafting may be given up
 
-    def __init__(self, costs: CostModel, most_tokens: int) -> None:
-        self.costs = costs
+    def __init__(self, experience: Experience, most_tokens: int) -> None:
+        self.experience = experience
+        self.costs = experience.costs
+        self.calibrator = experience.calibrator
+        self.calibrator.fade(experience.KEPT)
         self.most_tokens = most_tokens
-        self.calibrator = Calibrator()
-        self._draft_seconds = 0.0  # per drafted token, decaying mean
-        self._acceptance = 0.5  # of drafted tokens whose parents were accepted, decaying mean
+        self._rows = 1
         self._paused = 0
         self._probe = False
         self._next_pause = self.FIRST_PAUSE
@@ -203,10 +231,7 @@ class AdaptiveController:
             if rate > best_rate:
                 best, best_rate = nodes, rate
         return draft.keep(
-            [
-                self._largest_calibrated(draft, row, best) if running[row] else [0]
-                for row in range(draft.batch_size)
-            ]
+            [self._largest_calibrated(draft, row, best) if running[row] else [0] for row in range(draft.batch_size)]
         )
 
     def observe(
@@ -217,7 +242,8 @@ class AdaptiveController:
         drafted = proposal.width - 1
         if drafted:
             each = draft_seconds / drafted
-            self._draft_seconds = each if not self._draft_seconds else 0.8 * self._draft_seconds + 0.2 * each
+            known = self.experience.draft_seconds
+            self.experience.draft_seconds = each if not known else 0.8 * known + 0.2 * each
         for row, committed in enumerate(verdict.committed):
             self._learn(proposal, row, committed)
 
@@ -242,7 +268,7 @@ class AdaptiveController:
             for child in below:
                 right = proposal.tokens[row][child] == token
                 self.calibrator.observe(proposal.confidence[row][child], right)
-                self._acceptance += 0.1 * (right - self._acceptance)
+                self.experience.acceptance += 0.1 * (right - self.experience.acceptance)
             carried = [child for child in below if proposal.tokens[row][child] == token]
             if not carried:
                 return
@@ -259,15 +285,16 @@ class AdaptiveController:
             products = list(accumulate(probabilities, lambda a, b: a * b))
             expected += sum(products)
             reached += products[-1] if products else 1.0
-            conditional += probabilities[-1] if probabilities else self._acceptance
+            conditional += probabilities[-1] if probabilities else self.experience.acceptance
         conditional /= rows
-        spent = self.costs.seconds(self._rows, length + 1) + length * self._draft_seconds
+        draft_seconds = self.experience.draft_seconds
+        spent = self.costs.seconds(self._rows, length + 1) + length * draft_seconds
         rate = expected / spent
         gain = 0.0
         for ahead in range(1, 5):  # costs are a staircase: a step up may pay with what comes after it
             reached *= conditional
             gain += reached
-            later = self.costs.seconds(self._rows, length + 1 + ahead) + (length + ahead) * self._draft_seconds
+            later = self.costs.seconds(self._rows, length + 1 + ahead) + (length + ahead) * draft_seconds
             if later <= spent or gain / (later - spent) > rate:
                 return True
         return False
@@ -275,13 +302,14 @@ class AdaptiveController:
     def _drafting_pays(self) -> bool:
         """Whether the best draft length is above zero, for drafters whose drafts cost time."""
         plain = self.costs.seconds(self._rows, 1)
-        if self._draft_seconds < 0.02 * plain or self.calibrator.observations < self.LEARNING:
+        draft_seconds = self.experience.draft_seconds
+        if draft_seconds < 0.02 * plain or self.calibrator.observations < self.LEARNING:
             return True
-        acceptance, reached, expected = self._acceptance, 1.0, 1.0
+        acceptance, reached, expected = self.experience.acceptance, 1.0, 1.0
         for length in range(1, self.most_tokens + 1):
             reached *= acceptance
             expected += reached
-            seconds = self.costs.seconds(self._rows, length + 1) + length * self._draft_seconds
+            seconds = self.costs.seconds(self._rows, length + 1) + length * draft_seconds
             if expected / seconds > _MARGIN / plain:
                 self._next_pause = self.FIRST_PAUSE
                 return True
@@ -295,11 +323,11 @@ def _largest(draft: Draft, row: int, nodes: int) -> list[int]:
 
 
 _costs: WeakKeyDictionary[Any, dict[tuple, CostModel]] = WeakKeyDictionary()
+_experiences: WeakKeyDictionary[Any, dict[tuple, Experience]] = WeakKeyDictionary()
 
 
-def costs_of(model: Any) -> CostModel:
-    """What is known of the cost of this model's forwards, on its device, in its dtype."""
-    import torch
-
+def experience_of(model: Any, mode: str) -> Experience:
+    """What is known of this mode on this model, on its device and in its dtype."""
     key = (str(model.device), model.dtype, torch.get_num_threads())
-    return _costs.setdefault(model, {}).setdefault(key, CostModel(model.device.type))
+    costs = _costs.setdefault(model, {}).setdefault(key, CostModel(model.device.type))
+    return _experiences.setdefault(model, {}).setdefault((*key, mode), Experience(costs))

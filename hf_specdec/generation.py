@@ -22,13 +22,13 @@ from . import accept
 from . import cache as kv
 from .compat import CACHE_KEY
 from .config import SpeculativeConfig, make_config
-from .control import AdaptiveController, Controller, FixedController, costs_of
+from .control import AdaptiveController, Controller, FixedController, experience_of
 from .drafters.base import Drafter
 from .errors import (
     ConflictingArgumentsError,
     ContextLimitError,
     EmptyPromptError,
-    UnknownModeError,
+    IncompatibleVocabularyError,
     UnsupportedCacheError,
     UnsupportedError,
     UnsupportedGenerationError,
@@ -144,7 +144,7 @@ class _Call:
         except UnsupportedError as error:
             if self.config.on_unsupported != "plain":
                 raise
-            warnings.warn(f"Decoding plainly, without speculation: {error}", stacklevel=4)
+            _warn_plain(error)
             self.arguments.pop("assistant_model", None)
             return self.original(self.model, **self._without_mode(self.arguments))
         return self.original(self.model, **prepared)
@@ -159,8 +159,8 @@ class _Call:
             )
         if arguments.get("synced_gpus"):
             raise UnsupportedGenerationError(
-                "synced_gpus=True keeps several processes in step, which drafts of different lengths cannot be. Leave out "
-                "speculative_mode, or load the whole model on every process."
+                "synced_gpus=True keeps several processes in step, which drafts of different lengths cannot be. Leave "
+                "out speculative_mode, or load the whole model on every process."
             )
         streamer = arguments.get("streamer")
         tokenizer = arguments.pop("tokenizer", None)
@@ -202,7 +202,8 @@ class _Call:
         ]
         if "inputs_embeds" in unknown:
             raise UnsupportedGenerationError(
-                "A prompt given as inputs_embeds has no tokens to draft from. Pass input_ids, or leave out speculative_mode."
+                "A prompt given as inputs_embeds has no tokens to draft from. Pass input_ids, or leave out "
+                "speculative_mode."
             )
         if unknown:
             self.model._validate_model_kwargs(model_kwargs.copy())  # a typo: transformers says so
@@ -217,7 +218,8 @@ class _Call:
         name = "speculative_mode"
         if resolved.num_beams is not None and resolved.num_beams > 1:
             raise UnsupportedGenerationError(
-                f"{name} decodes one sequence a row, but num_beams={resolved.num_beams}. Set num_beams=1."
+                f"{name} decodes one sequence a row, but num_beams={resolved.num_beams}. Set num_beams=1, or "
+                "speculative_mode='none'."
             )
         if kind not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise UnsupportedGenerationError(
@@ -236,7 +238,8 @@ class _Call:
             )
         if resolved.cache_implementation in ("offloaded", "paged"):
             raise UnsupportedCacheError(
-                f"cache_implementation={resolved.cache_implementation!r} cannot be rolled back. Use 'dynamic' or 'static'."
+                f"cache_implementation={resolved.cache_implementation!r} cannot be rolled back. Use 'dynamic' or "
+                "'static'."
             )
 
     def _check_inputs(self, arguments: dict[str, Any], resolved: GenerationConfig) -> None:
@@ -249,7 +252,7 @@ class _Call:
             return  # generate starts from the BOS token
         length = ids.shape[-1]
         if length == 0:
-            raise EmptyPromptError("The prompt is empty: pass at least one token, or no input at all to start from BOS.")
+            raise EmptyPromptError("The prompt is empty: pass at least one token, or no input to start from BOS.")
         limit = position_limit(self.model)
         if limit is not None and length >= limit:
             raise ContextLimitError(
@@ -260,8 +263,8 @@ class _Call:
         asked = next((source["max_length"] for source in sources if source.get("max_length") is not None), None)
         if resolved.max_new_tokens is None and asked is not None and length >= asked:
             raise ContextLimitError(
-                f"The prompt has {length} tokens and max_length={asked}: no token can follow. Pass max_new_tokens, or a "
-                "larger max_length."
+                f"The prompt has {length} tokens and max_length={asked}: no token can follow. Pass max_new_tokens, or "
+                "a larger max_length."
             )
         mask = arguments.get("attention_mask")
         if mask is not None and mask.dim() == 2 and bool((mask.sum(-1) == 0).any()):
@@ -282,7 +285,7 @@ class _Call:
     def make_controller(self) -> Controller:
         if self.config.num_draft_tokens != "auto":
             return FixedController(self.config.num_draft_tokens)
-        return AdaptiveController(costs_of(self.model), self.config.max_draft_tokens)
+        return AdaptiveController(experience_of(self.model, self.mode.name), self.config.max_draft_tokens)
 
 
 class _Decoder:
@@ -291,7 +294,16 @@ class _Decoder:
     def __init__(self, call: _Call, drafter: Drafter, abilities: Any, streamer: Any) -> None:
         self.call, self.drafter, self.abilities, self.streamer = call, drafter, abilities, streamer
 
-    def __call__(
+    def __call__(self, model: Any, input_ids: Any, generation_config: Any, **arguments: Any) -> Any:
+        try:
+            return self._decode(model, input_ids, generation_config=generation_config, **arguments)
+        except UnsupportedError as error:  # always before the model runs
+            if self.call.config.on_unsupported != "plain":
+                raise
+            _warn_plain(error)
+            return model._sample(input_ids, generation_config=generation_config, streamer=self.streamer, **arguments)
+
+    def _decode(
         self,
         model: Any,
         input_ids: Any,
@@ -308,8 +320,8 @@ class _Decoder:
         coupled = config.acceptance == "coupled"
         if coupled and generation_config.do_sample and not tape_matches_multinomial(input_ids.device):
             warnings.warn(
-                f"torch.multinomial on {input_ids.device} is not the exponential race that seed-exact sampling relies on; "
-                "sampling goes on with acceptance='rejection': the same distribution, but not the text of the seed.",
+                f"torch.multinomial on {input_ids.device} is not the exponential race that seed-exact sampling relies "
+                "on; sampling goes on with acceptance='rejection': the same distribution, but not the text of the seed.",
                 stacklevel=2,
             )
             coupled = False
@@ -337,6 +349,10 @@ class _Decoder:
         return result
 
 
+def _warn_plain(error: UnsupportedError) -> None:
+    warnings.warn(f"Decoding plainly, without speculation: {error}", stacklevel=2)
+
+
 def _resolve(mode: Any) -> tuple[Mode, Drafter | None]:
     """The mode, and the drafter where the user brought one."""
     if isinstance(mode, Drafter):
@@ -356,13 +372,8 @@ def position_limit(model: Any) -> int | None:
 def _check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
     if tokenizer is None or assistant_tokenizer is None:
         return
-    from .errors import IncompatibleVocabularyError
-
     if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
         raise IncompatibleVocabularyError(
-            "tokenizer and assistant_tokenizer differ; the draft model's tokens must be the target's. Use a draft model "
-            "of the same family."
+            "tokenizer and assistant_tokenizer differ; the draft model's tokens must be the target's. Use a draft "
+            "model of the same family."
         )
-
-
-__all__ = ["NO_MODE", "SpeculativeGenerationMixin", "install", "position_limit", "uninstall", "UnknownModeError"]

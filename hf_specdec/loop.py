@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as host_criteria
 
 from . import cache as kv
+from . import tree
 from .accept import Offer, Rule
 from .compat import CACHE_KEY, decoder_only_output
 from .control import Controller
@@ -21,6 +22,7 @@ from .forward import CachedModel
 from .sampling import NoiseTape, Selection
 from .stats import RowStats, SpeculationStats
 from .structure import Support
+from .transcript import Outputs, Transcript
 from .verify import node_outputs, verify
 
 # Criteria that judge every row by itself and hold no memory
@@ -31,69 +33,6 @@ _ROW_WISE_CRITERIA = (
     host_criteria.StopStringCriteria,
 )
 _LENGTH_CRITERIA = (host_criteria.MaxLengthCriteria, host_criteria.MaxTimeCriteria)
-
-
-@dataclass
-class Outputs:
-    """What `return_dict_in_generate` asks for, one entry per generated step."""
-
-    # per step [B, V]
-    scores: list[torch.Tensor] | None = None
-    logits: list[torch.Tensor] | None = None
-    # per step, per layer
-    hidden_states: list[tuple[torch.Tensor, ...]] | None = None
-    attentions: list[tuple[torch.Tensor, ...]] | None = None
-
-    @classmethod
-    def wanted(cls, generation_config: Any) -> Outputs:
-        if not generation_config.return_dict_in_generate:
-            return cls()
-        return cls(
-            scores=[] if generation_config.output_scores else None,
-            logits=[] if generation_config.output_logits else None,
-            hidden_states=[] if generation_config.output_hidden_states else None,
-            attentions=[] if generation_config.output_attentions else None,
-        )
-
-    @property
-    def any(self) -> bool:
-        return any(
-            entry is not None for entry in (self.scores, self.logits, self.hidden_states, self.attentions)
-        )
-
-
-@dataclass
-class Transcript:
-    """The text of every row as plain `generate` would hold it, and who is done."""
-
-    # [B, capacity]; the first `lengths[b]` columns are row b's, prompt and its padding included
-    ids: torch.Tensor
-    prompt_length: int
-    lengths: list[int]
-    finished: list[bool]
-
-    @classmethod
-    def of(cls, input_ids: torch.Tensor, capacity: int) -> Transcript:
-        batch, prompt_length = input_ids.shape
-        ids = input_ids.new_zeros((batch, max(capacity, prompt_length)))
-        ids[:, :prompt_length] = input_ids
-        return cls(ids, prompt_length, [prompt_length] * batch, [False] * batch)
-
-    def append(self, row: int, token: int) -> None:
-        if self.lengths[row] == self.ids.shape[1]:
-            self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)], dim=1)
-        self.ids[row, self.lengths[row]] = token
-        self.lengths[row] += 1
-
-    def view(self, rows: list[int] | None, length: int) -> torch.Tensor:
-        """`[k, length]`, contiguous, as plain `generate` passes it to processors and criteria."""
-        ids = self.ids[:, :length] if rows is None else self.ids[rows, :length]
-        return ids.contiguous()
-
-    @property
-    def steps(self) -> int:
-        """Steps that plain decoding would have taken: those of the longest row."""
-        return max(self.lengths) - self.prompt_length
 
 
 @dataclass
@@ -203,6 +142,7 @@ class Decoding:
         if any(depth > 0 for depth in budget.depth):
             proposal = self.drafter.propose(context, budget)
             _check_draft(proposal, context, self.vocab_size)
+            proposal = _within(proposal, rooms)
             if not self.support.trees:
                 proposal = proposal.best_chain()
         free = self.target.capacity
@@ -254,11 +194,7 @@ class Decoding:
         paths: list[list[int]] = [[0] if row in place else [] for row in range(batch)]
         committed: list[list[int]] = [[] for _ in range(batch)]
         accepted = [0] * batch
-        walking = (
-            list(self.carried)
-            if self.lockstep
-            else [row for row in self.carried if not transcript.finished[row]]
-        )
+        walking = list(self.carried) if self.lockstep else [row for row in self.carried if not transcript.finished[row]]
         while walking:
             nodes: dict[int, int | None] = {}
             for length, group in self._groups(walking):
@@ -426,9 +362,7 @@ def decode(
         selection=selection,
         padded_prompts=input_ids,
     )
-    stats = SpeculationStats(
-        mode=mode_name, lossless=rule.lossless, calls=1, rows=[RowStats() for _ in range(batch)]
-    )
+    stats = SpeculationStats(mode=mode_name, lossless=rule.lossless, calls=1, rows=[RowStats() for _ in range(batch)])
     decoding = Decoding(
         model=model,
         drafter=drafter,
@@ -488,6 +422,18 @@ def _offer(draft: Draft, row: int, node: int) -> Offer:
     return Offer(nodes, [draft.tokens[row][child] for child in nodes], q)
 
 
+def _within(draft: Draft, rooms: list[int]) -> Draft:
+    """The draft without nodes that lie deeper than could be committed: there may be no position for them."""
+    if draft.width - 1 <= min(rooms):
+        return draft
+    return draft.keep(
+        [
+            [node for node, depth in enumerate(tree.depths(parents)) if depth <= max(room, 0)]
+            for parents, room in zip(draft.parents, rooms, strict=True)
+        ]
+    )
+
+
 def _check_draft(draft: Draft, context: Context, vocab_size: int) -> None:
     """Drafters are open to users, so what they return is looked at before the target sees it."""
     if draft.batch_size != context.batch_size:
@@ -495,7 +441,7 @@ def _check_draft(draft: Draft, context: Context, vocab_size: int) -> None:
     for row, root in enumerate(context.roots):
         if draft.tokens[row][0] != root:
             raise DraftError(
-                f"row {row} of the draft starts with token {draft.tokens[row][0]}, not with the last committed one, {root}"
+                f"row {row} of the draft starts with {draft.tokens[row][0]}, not with the last committed token {root}"
             )
         if not 0 <= min(draft.tokens[row]) <= max(draft.tokens[row]) < vocab_size:
             raise DraftError(f"row {row} of the draft holds a token outside the vocabulary of {vocab_size}")

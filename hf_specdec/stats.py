@@ -46,9 +46,7 @@ class RowStats:
 
     def acceptance_by_depth(self) -> dict[int, float]:
         """Part of the drafts reaching a depth whose path was accepted down to it."""
-        return {
-            depth: self.accepted_by_depth[depth] / count for depth, count in sorted(self.drafted_by_depth.items())
-        }
+        return {depth: self.accepted_by_depth[depth] / count for depth, count in sorted(self.drafted_by_depth.items())}
 
     def add(self, other: RowStats) -> None:
         """Add another row's counts to these."""

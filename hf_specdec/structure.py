@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import cache as kv
+from .compat import CACHE_KEY
 from .errors import UnsupportedCacheError, UnsupportedModelError
 
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
@@ -116,8 +117,8 @@ def _examine(model: Any, config: Any) -> Support:
     chain = Support(trees=False, movable=movable, masks=(), why=why or "its cache layers cannot be rearranged")
     if not reference.chain_agrees(chain):
         raise UnsupportedModelError(
-            f"{type(model).__name__} failed the self-test: the scores of a drafted chain, verified in one forward, differ "
-            "from the scores of the same tokens one by one. Leave out speculative_mode, or pass on_unsupported='plain'."
+            f"{type(model).__name__} failed the self-test: the scores of a drafted chain, verified in one forward, "
+            "differ from the scores of the same tokens one by one. Leave out speculative_mode, or pass on_unsupported='plain'."
         )
     return chain
 
@@ -144,14 +145,12 @@ class _Reference:
         logits = model(input_ids=rows, use_cache=False).logits.float()
         self.long, self.short = logits[0, self.PROMPT :], logits[1, self.PROMPT :]
         reduced = model.dtype in (torch.float16, torch.bfloat16)
-        # Root mean square, relative to the spread of the scores. Rounding in bfloat16 comes to 0.07 on a real model, a mask
-        # that is ignored to 0.96.
+        # Root mean square, relative to the spread of the scores. Rounding in bfloat16 comes to 0.07 on a real model, a
+        # mask that is ignored to 0.96.
         self.tolerance = (0.25 if reduced else 1e-3) * float(self.long.std().clamp(min=1e-6))
 
     def prefill(self) -> Any:
         """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
-        from .compat import CACHE_KEY
-
         cache = kv.new_cache(self.config)
         ids = torch.tensor([self.prompt], device=self.model.device)
         output = self.model(input_ids=ids, use_cache=True, **{CACHE_KEY: cache})

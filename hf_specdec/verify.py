@@ -28,9 +28,7 @@ def verify(
         model_kwargs["output_hidden_states"] = True
     if output_attentions:
         model_kwargs["output_attentions"] = True
-    output = target.forward(
-        [draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], **model_kwargs
-    )
+    output = target.forward([draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], **model_kwargs)
     return Scores(
         logits=output.logits,
         hidden=output.hidden_states[-1] if needs_hidden else None,

@@ -88,7 +88,10 @@ def test_the_enumeration_itself() -> None:
     }
 
 
-def one_draft(enumeration: Enumeration, sample: Callable[[torch.Tensor, Offer], Choice] = Rejection.sample) -> list[float]:
+Sample = Callable[[torch.Tensor, Offer], Choice]
+
+
+def one_draft(enumeration: Enumeration, sample: Sample = Rejection.sample) -> list[float]:
     def procedure() -> int:
         token = enumeration.draw(Q)
         return sample(P, Offer([1], [token], [Q])).token
@@ -200,7 +203,8 @@ def joint(model: Any, inputs: dict[str, Any], steps: int) -> dict[tuple[int, ...
 @torch.no_grad()
 def test_the_loop_samples_the_joint_distribution(enumeration: Enumeration, shape: str) -> None:
     """Drafts of two levels, three tokens: all paths through drafting, accepting and recovering."""
-    model = model_of("llama", vocab_size=V, pad_token_id=0, num_hidden_layers=1, dtype=torch.float64, initializer_range=0.8)
+    settings = {"pad_token_id": 0, "num_hidden_layers": 1, "initializer_range": 0.8}
+    model = model_of("llama", vocab_size=V, dtype=torch.float64, **settings)
     inputs = {"input_ids": torch.tensor([[1, 3, 0]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     qs = [Q, P.flip(0)]
 

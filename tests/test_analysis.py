@@ -27,8 +27,7 @@ def exact_tokens(alpha: float, gamma: int) -> Fraction:
 def exact_best_length(alpha, cost_ratio, max_length, verify_cost=lambda length: 1.0) -> int:
     """The optimum by trying every length in rational arithmetic; index finds the smallest of ties."""
     speedups = [
-        exact_tokens(alpha, g) / (g * Fraction(cost_ratio) + Fraction(verify_cost(g)))
-        for g in range(max_length + 1)
+        exact_tokens(alpha, g) / (g * Fraction(cost_ratio) + Fraction(verify_cost(g))) for g in range(max_length + 1)
     ]
     return speedups.index(max(speedups))
 
@@ -111,9 +110,7 @@ def test_short_form_by_hand():
 @pytest.mark.parametrize("cost_ratio", [c for c in COSTS if c > 0])
 def test_short_form_over_promises_from_two_tokens_on(alpha, cost_ratio):
     for gamma in [g for g in GAMMAS if g >= 2]:
-        assert analysis.speedup_short_form(alpha, gamma, cost_ratio) > analysis.speedup(
-            alpha, gamma, cost_ratio
-        )
+        assert analysis.speedup_short_form(alpha, gamma, cost_ratio) > analysis.speedup(alpha, gamma, cost_ratio)
     assert analysis.speedup_short_form(alpha, 1, cost_ratio) == analysis.speedup(alpha, 1, cost_ratio)
     assert analysis.speedup_short_form(alpha, 0, cost_ratio) < analysis.speedup(alpha, 0, cost_ratio)
 
@@ -131,9 +128,7 @@ def stepped_cost(length: int) -> float:
 def test_optimal_length_is_the_brute_force_optimum(alpha, cost_ratio):
     # alpha = 1e-12 with a free draft is left out: its later terms are below the smallest float.
     if (alpha, cost_ratio) != (1e-12, 0.0):
-        assert analysis.optimal_draft_length(alpha, cost_ratio, 32) == exact_best_length(
-            alpha, cost_ratio, 32
-        )
+        assert analysis.optimal_draft_length(alpha, cost_ratio, 32) == exact_best_length(alpha, cost_ratio, 32)
     assert analysis.optimal_draft_length(alpha, cost_ratio, 32, stepped_cost) == exact_best_length(
         alpha, cost_ratio, 32, stepped_cost
     )
@@ -324,9 +319,7 @@ def test_siblings_may_sum_to_one_up_to_rounding():
 # ---------------------------------------------------------------- acceptance from distributions
 
 
-@pytest.mark.parametrize(
-    ("total_variation", "coupled", "rejection"), [(0, 1.0, 1.0), (0.25, 0.6, 0.75), (1, 0.0, 0.0)]
-)
+@pytest.mark.parametrize(("total_variation", "coupled", "rejection"), [(0, 1.0, 1.0), (0.25, 0.6, 0.75), (1, 0.0, 0.0)])
 def test_acceptance_from_total_variation(total_variation, coupled, rejection):
     assert analysis.coupled_acceptance_bound(total_variation) == coupled
     assert analysis.rejection_acceptance(total_variation) == rejection
@@ -449,9 +442,7 @@ def test_histogram_without_drafts_has_no_trials():
 
 
 def test_histogram_beyond_the_draft_length():
-    with pytest.raises(
-        AnalysisError, match=r"^histogram\[2\] must be 0 where draft_length is 1, got 5 rounds"
-    ):
+    with pytest.raises(AnalysisError, match=r"^histogram\[2\] must be 0 where draft_length is 1, got 5 rounds"):
         analysis.acceptance_rate([2, 3, 5], draft_length=1)
 
 
@@ -479,9 +470,7 @@ def test_malformed_trees(parents, acceptance, message):
 
 def test_siblings_that_sum_over_one():
     # Node 1's children, 3 and 4, not neighbours of 2's child.
-    with pytest.raises(
-        AnalysisError, match=r"children of node 1 must sum to at most 1, got 1\.25 up to node 5"
-    ):
+    with pytest.raises(AnalysisError, match=r"children of node 1 must sum to at most 1, got 1\.25 up to node 5"):
         analysis.expected_tree_tokens([-1, 0, 0, 1, 2, 1], [1.0, 0.5, 0.5, 0.5, 0.5, 0.75])
 
 

@@ -126,7 +126,11 @@ def test_custom_criterion_stops_at_the_very_token(mode: str, name: str, batch: i
         plain, ours = StopAt(length), StopAt(length)
         inputs = prompt(batch, padding=2, repeat=True)
         expected, _ = run(
-            model_of(name), inputs, max_new_tokens=30, eos_token_id=None, stopping_criteria=StoppingCriteriaList([plain])
+            model_of(name),
+            inputs,
+            max_new_tokens=30,
+            eos_token_id=None,
+            stopping_criteria=StoppingCriteriaList([plain]),
         )
         output, _ = run(
             model_of(name),

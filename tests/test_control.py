@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from hf_specdec import Draft, Verdict
-from hf_specdec.control import AdaptiveController, Calibrator, CostModel, FixedController
+from hf_specdec.control import AdaptiveController, Calibrator, CostModel, Experience, FixedController, experience_of
 
 # seconds of a forward over so many nodes, a staircase as it was once measured on two cores
 STAIRS = {1: 1.0, 2: 1.09, 3: 1.16, 4: 1.5, 5: 1.55, 6: 1.6, 7: 1.72, 8: 1.85, 9: 2.4, 10: 2.4}
 
 
-def measured(costs: dict[int, float] = STAIRS, batch: int = 1) -> CostModel:
+def measured(costs: dict[int, float] = STAIRS, batch: int = 1) -> Experience:
     model = CostModel("cpu")
     for width, seconds in costs.items():
         for _ in range(3):
             model.observe(batch, width, seconds)
-    return model
+    return Experience(model)
 
 
 def chain(confidence: list[float], rows: int = 1) -> Draft:
@@ -26,8 +26,8 @@ def chain(confidence: list[float], rows: int = 1) -> Draft:
 class Believing(AdaptiveController):
     """Takes confidences at their word, so that sizes can be computed by hand."""
 
-    def __init__(self, costs: CostModel, most_tokens: int = 9) -> None:
-        super().__init__(costs, most_tokens)
+    def __init__(self, experience: Experience, most_tokens: int = 9) -> None:
+        super().__init__(experience, most_tokens)
         self.calibrator.probability = lambda confidence: confidence  # type: ignore[method-assign]
 
 
@@ -85,7 +85,7 @@ def test_costs_are_scaled_from_the_nearest_width_until_measured() -> None:
 
 
 def test_one_slow_forward_does_not_decide() -> None:
-    costs = measured({1: 1.0, 2: 1.1})
+    costs = measured({1: 1.0, 2: 1.1}).costs
     costs.observe(1, 2, 50.0)
     assert costs.seconds(1, 2) == pytest.approx(1.1)
 
@@ -153,3 +153,20 @@ def test_fixed_sizes() -> None:
     assert controller.budget([9, 1, -1], trees=True).depth == [2, 1, -1]
     assert controller.size(chain([0.9] * 5), [True], most_nodes=9).width == 3
     assert controller.size(chain([0.9] * 5), [True], most_nodes=1).width == 2
+
+
+def test_experience_is_kept_per_model_and_mode_and_fades() -> None:
+    from hf_specdec.testing import tiny_model
+
+    model, other = tiny_model(), tiny_model()
+    mine = experience_of(model, "a")
+    assert experience_of(model, "a") is mine
+    assert experience_of(model, "b") is not mine
+    assert experience_of(model, "b").costs is mine.costs
+    assert experience_of(other, "a").costs is not mine.costs
+    for _ in range(90):
+        mine.calibrator.observe(0.92, False)
+    low = mine.calibrator.probability(0.92)
+    AdaptiveController(mine, 4)  # a new call begins
+    assert low < mine.calibrator.probability(0.92) < 0.5
+    assert mine.calibrator.observations == pytest.approx(Experience.KEPT)

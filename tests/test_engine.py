@@ -315,10 +315,15 @@ def test_passengers_are_scored_but_never_accepted() -> None:
 def test_the_context_limit_of_learned_positions_is_not_run_over() -> None:
     """Drafts near the last position are cut, so the text goes exactly as far as plain decoding's."""
     for name in ("gpt2", "opt"):
-        settings = {"n_positions": 24, "max_position_embeddings": 24} if name == "gpt2" else {"max_position_embeddings": 24}
+        settings = {"n_positions": 24} if name == "gpt2" else {}
+        settings["max_position_embeddings"] = 24
         model, inputs = model_of(name, **settings), prompt(2, length=12, padding=2, repeat=True)
         texts = texts_of(model, inputs, max_new_tokens=12, eos_token_id=None)
-        drafter = ScriptedDrafter(lambda row, text, texts=texts: [*texts[row][len(text) :], 5, 5, 5, 5, 5, 5][:6])
+
+        def past_the_end(row: int, text: list[int], texts: list[list[int]] = texts) -> tuple[list[int], list[int]]:
+            return [*texts[row][len(text) :], 5, 5, 5, 5, 5, 5][:6], list(range(6))  # a tree: not cut by the drafter
+
+        drafter = ScriptedDrafter(past_the_end)
         assert_same(
             model,
             inputs,
@@ -370,3 +375,82 @@ def test_support_is_tested_once_and_remembered() -> None:
     assert support(model) is first
     assert len(calls) == seen
     handle.remove()
+
+
+IGNORE_TREES = {
+    "mpt": ("MptConfig", {"d_model": 32, "n_layers": 3, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 256}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            "num_layers": 4,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 8,
+            "intermediate_size": 48,
+        },
+    ),
+    "bloom": ("BloomConfig", {"n_layer": 3, "n_head": 4}),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IGNORE_TREES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_models_that_cannot_take_trees_get_chains(name: str, batch: int) -> None:
+    """Some refuse a tree mask, some ignore it silently; none may change a token."""
+    import transformers
+
+    config_name, settings = IGNORE_TREES[name]
+    common = {"vocab_size": 97, "hidden_size": 32, "initializer_range": 0.3, "pad_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, config_name)(**common, bos_token_id=1, eos_token_id=2, **settings)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert not support(model).trees
+    inputs = prompt(batch, length=14, padding=3)
+    for do_sample in (False, True):
+        texts = texts_of(model, inputs, max_new_tokens=30, do_sample=do_sample, eos_token_id=None)
+        stats = assert_same(
+            model,
+            inputs,
+            {"speculative_mode": noisy_trees(texts, chains=True), "speculative_config": {"num_draft_tokens": 8}},
+            max_new_tokens=30,
+            do_sample=do_sample,
+            eos_token_id=None,
+        )
+        assert stats.mean_acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
+def test_bfloat16_differs_only_at_near_ties(name: str) -> None:
+    """A block and a single token round differently in bfloat16; where that changes the text, the two candidates must
+    have been within rounding of one another."""
+    model, inputs = model_of(name, dtype=torch.bfloat16), prompt(length=14)
+    plain, _ = run(
+        model, inputs, max_new_tokens=40, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+    )
+    texts = [plain.sequences[0].tolist()]
+    for seed in range(4):
+        ours, _ = run(
+            model,
+            inputs,
+            max_new_tokens=40,
+            eos_token_id=None,
+            speculative_mode=noisy_trees(texts, seed=seed),
+            speculative_config={"num_draft_tokens": 12},
+        )
+        differ = (ours[0] != plain.sequences[0]).nonzero()
+        if len(differ):
+            step = int(differ[0]) - 14
+            first, second = plain.logits[step][0].topk(2).values.tolist()
+            assert first - second <= 2**-5 * abs(first), "not a near tie"

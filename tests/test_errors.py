@@ -98,7 +98,10 @@ def test_conflicting_arguments() -> None:
 def test_a_draft_model_with_another_vocabulary() -> None:
     other = tiny_model("llama", vocab_size=1500)
     refused(
-        errors.IncompatibleVocabularyError, "1500 tokens, the target 97", speculative_mode="assistant", assistant_model=other
+        errors.IncompatibleVocabularyError,
+        "1500 tokens, the target 97",
+        speculative_mode="assistant",
+        assistant_model=other,
     )
 
 
@@ -212,6 +215,22 @@ def test_plain_decoding_with_a_warning_where_that_was_asked_for() -> None:
         )
     expected, _ = run(model_of("llama"), prompt(), max_new_tokens=6, num_beams=2)
     assert beams.tolist() == expected.tolist()
+
+
+def test_plain_decoding_where_only_the_made_cache_shows_that_it_must_be() -> None:
+    """The static window is found out inside generate: no second prompt for the streamer, the same text."""
+    from test_conformance import Collect
+
+    model, inputs = model_of("gemma3"), prompt()
+    kwargs = {"max_new_tokens": 8, "cache_implementation": "static"}
+    plain, ours = Collect(), Collect()
+    expected, _ = run(model, inputs, streamer=plain, **kwargs)
+    with pytest.warns(UserWarning, match="StaticSlidingWindowLayer"):
+        output, _ = run(
+            model, inputs, streamer=ours, speculative_config={"on_unsupported": "plain"}, **kwargs, **LOOKUP
+        )
+    assert output.tolist() == expected.tolist()
+    assert ours.got == plain.got
 
 
 def test_a_draft_model_that_cannot_roll_back() -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from .. import cache as kv
-from ..compat import CACHE_KEY
 from ..config import AssistantConfig
 from ..draft import Budget, Context, Draft
 from ..errors import IncompatibleVocabularyError, UnsupportedModelError
@@ -46,9 +44,9 @@ class AssistantDrafter(Drafter):
         target_size = own_size if vocab_size is None else vocab_size
         if abs(own_size - target_size) > self.config.max_vocabulary_padding:
             raise IncompatibleVocabularyError(
-                f"The draft model {type(assistant_model).__name__} has {own_size} tokens, the target {target_size}: they "
-                "cannot share a tokenizer. Use a draft model of the same family (or raise max_vocabulary_padding if one "
-                "is only padded further)."
+                f"The draft model {type(assistant_model).__name__} has {own_size} tokens, the target {target_size}: "
+                "they cannot share a tokenizer. Use a draft model of the same family (or raise max_vocabulary_padding "
+                "if one is only padded further)."
             )
         self._own_size = own_size
         self._shared_size = min(own_size, target_size)
@@ -67,9 +65,7 @@ class AssistantDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, context: Context, budget: Budget) -> Draft:
-        length = max(
-            (room for room, done in zip(budget.depth, context.finished, strict=True) if not done), default=0
-        )
+        length = max((room for room, done in zip(budget.depth, context.finished, strict=True) if not done), default=0)
         length = min(length, budget.nodes)
         if length <= 0:
             return Draft.empty(context.roots)
@@ -143,7 +139,9 @@ class AssistantDrafter(Drafter):
     def _catch_up(self, context: Context) -> torch.Tensor:
         """Bring the cache to the committed tokens; logits `[B, V]` after the last of them."""
         if self._runner is None:
-            return self._fill(context)
+            self._seen = [list(text) for text in context.tokens]
+            self._runner, logits = CachedModel.filled(self.model, self._support, [*map(self._readable, self._seen)])
+            return logits
         runner = self._runner
         idle = {row for row, done in enumerate(context.finished) if done}
         wrong, pending = [], []
@@ -164,40 +162,6 @@ class AssistantDrafter(Drafter):
         last = torch.tensor([len(row) - 1 for row in pending], device=output.logits.device)
         return output.logits[torch.arange(len(pending), device=last.device), last]
 
-    def _fill(self, context: Context) -> torch.Tensor:
-        """The first forward: the whole text of every row, padded on the left."""
-        longest = max(map(len, context.tokens))
-        device = self.model.device
-        fill = [longest - len(text) for text in context.tokens]
-        ids = torch.tensor(
-            [[0] * pad + self._readable(text) for text, pad in zip(context.tokens, fill, strict=True)], device=device
-        )
-        valid = torch.arange(longest, device=device) >= torch.tensor(fill, device=device)[:, None]
-        cache = kv.new_cache(self.model.config.get_text_config(decoder=True))
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: cache}
-        padded = any(fill)
-        if padded:
-            inputs["attention_mask"] = valid.long()
-        if self.takes_positions:
-            inputs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
-        output = self.model(**inputs)
-        kv.crop(cache, 0)
-        self._runner = CachedModel(
-            self.model,
-            self._support,
-            cache,
-            padding=valid if padded else None,
-            next_position=[len(text) for text in context.tokens],
-        )
-        self._seen = [list(text) for text in context.tokens]
-        return output.logits[:, -1]
-
     def _readable(self, text: list[int]) -> list[int]:
         """The text, without the target's padding tokens that the draft model has no embedding for."""
         return [token if token < self._own_size else 0 for token in text]
-
-    @property
-    def takes_positions(self) -> bool:
-        import inspect
-
-        return "position_ids" in inspect.signature(self.model.forward).parameters
