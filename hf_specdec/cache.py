@@ -10,6 +10,7 @@ Layers of shape keys, values: [B, heads, slots, head_dim].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -118,7 +119,7 @@ def crop(cache: Cache, tokens: int) -> None:
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int -= tokens
         else:
-            layer.crop(-tokens)
+            layer.crop(-tokens)  # type: ignore[union-attr]
 
 
 def gather_block(cache: Cache, width: int, nodes: torch.Tensor) -> None:
@@ -138,7 +139,8 @@ def realign(cache: Cache, source: torch.Tensor, total: int) -> None:
     before = slots(cache)
     for layer in _stored(cache):
         if isinstance(layer, StaticLayer):
-            for tensor in (layer.keys, layer.values):
+            storage: list[Any] = [layer.keys, layer.values]
+            for tensor in storage:
                 tensor[:, :, :total] = _gather_slots(tensor, source)
             layer.cumulative_length.sub_(before - total)
             if hasattr(layer, "cumulative_length_int"):
@@ -159,8 +161,9 @@ def select_rows(cache: Cache, rows: Sequence[int]) -> None:
         layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
 
 
-def _stored(cache: Cache) -> list:
-    return [layer for layer in cache.layers if not isinstance(layer, DummyLayer) and layer.is_initialized]
+def _stored(cache: Cache) -> list[Any]:
+    layers: list[Any] = list(cache.layers)
+    return [layer for layer in layers if not isinstance(layer, DummyLayer) and layer.is_initialized]
 
 
 def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

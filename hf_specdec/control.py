@@ -125,12 +125,20 @@ class Experience:
     """
 
     KEPT = 10.0  # observations per bin that an earlier call counts for
+    FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafting after drafting has not paid
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self.calibrator = Calibrator()
         self.acceptance = 0.5  # of drafted tokens whose parents were accepted, decaying mean
         self.draft_seconds = 0.0  # per drafted token, decaying mean
+        self.paused = 0  # rounds still to go without drafting
+        self.next_pause = self.FIRST_PAUSE
+
+    def pause(self) -> None:
+        """Go without drafting for a while, each time for longer."""
+        self.paused = self.next_pause
+        self.next_pause = min(2 * self.next_pause, self.LONGEST_PAUSE)
 
 
 class Controller(Protocol):
@@ -181,8 +189,8 @@ class AdaptiveController:
         most_tokens: most tokens drafted a row and round.
     """
 
-    FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # rounds without drafting after drafting has not paid
-    LEARNING = 12  # observations before drafting may be given up
+    LEARNING = 6  # observations before drafting may be given up
+    PROBE = 2  # tokens drafted after a pause, to see whether the text has changed
 
     def __init__(self, experience: Experience, most_tokens: int) -> None:
         self.experience = experience
@@ -191,22 +199,15 @@ class AdaptiveController:
         self.calibrator.fade(experience.KEPT)
         self.most_tokens = most_tokens
         self._rows = 1
-        self._paused = 0
-        self._probe = False
-        self._next_pause = self.FIRST_PAUSE
 
     def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
         self._rows = sum(room >= 0 for room in rooms) or 1
-        tokens = self.most_tokens
-        if self._paused > 0:
-            self._paused -= 1
-            tokens = 0
-            self._probe = self._paused == 0  # the round after a pause drafts, to see whether the text has changed
-        elif self._probe:
-            self._probe = False
+        tokens, experience = self.most_tokens, self.experience
+        if experience.paused:
+            experience.paused -= 1
+            tokens = 0 if experience.paused else min(tokens, self.PROBE)
         elif not self._drafting_pays():
-            self._paused = self._next_pause - 1
-            self._next_pause = min(2 * self._next_pause, self.LONGEST_PAUSE)
+            experience.pause()
             tokens = 0
         depth = [max(0, min(room, tokens)) for room in rooms]
         return Budget(depth=depth, nodes=tokens, trees=trees, pays=self._pays)
@@ -268,7 +269,7 @@ class AdaptiveController:
             for child in below:
                 right = proposal.tokens[row][child] == token
                 self.calibrator.observe(proposal.confidence[row][child], right)
-                self.experience.acceptance += 0.1 * (right - self.experience.acceptance)
+                self.experience.acceptance += 0.15 * (right - self.experience.acceptance)
             carried = [child for child in below if proposal.tokens[row][child] == token]
             if not carried:
                 return
@@ -311,7 +312,7 @@ class AdaptiveController:
             expected += reached
             seconds = self.costs.seconds(self._rows, length + 1) + length * draft_seconds
             if expected / seconds > _MARGIN / plain:
-                self._next_pause = self.FIRST_PAUSE
+                self.experience.next_pause = self.experience.FIRST_PAUSE
                 return True
         return False
 

@@ -66,6 +66,7 @@ class CachedModel:
             inputs["attention_mask"] = valid.long()
         if _takes_positions(model):
             inputs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        inputs.update(_last_logits_only(model))
         logits = model(**inputs, return_dict=True).logits[:, -1]
         kv.crop(cache, 0)
         return cls(model, support, cache, valid if any(padding) else None, [len(text) for text in texts]), logits
@@ -121,9 +122,18 @@ class CachedModel:
         for row, nodes in enumerate(rows):
             self.next_position[row] += 0 if row in idle else len(nodes)
         self._width = 0
-        holes = ragged and self._holes and int(self.valid.sum(1).max()) < (1 - MOST_HOLES) * self.slots
+        holes = ragged and self.valid is not None and int(self.valid.sum(1).max()) < (1 - MOST_HOLES) * self.slots
         if holes or (idle and self.capacity is not None):  # a static cache has no room for what idle rows had
             self.compact(idle)
+
+    def append(self, texts: Sequence[Sequence[int]], idle: Collection[int] = ()) -> torch.Tensor:
+        """Append a text to every row and commit it: the logits `[B, V]` after each."""
+        parents = [list(range(-1, len(text) - 1)) for text in texts]
+        last = [len(text) - 1 for text in texts]
+        even = len(set(last)) == 1
+        logits = self.forward(texts, parents, **(_last_logits_only(self.model) if even else {})).logits
+        self.commit([list(range(len(text))) for text in texts], idle)
+        return logits[:, -1] if even else logits[list(range(len(texts))), last]
 
     def extend(self, tokens: Sequence[int], idle: Collection[int] = ()) -> torch.Tensor:
         """Append one token to every row and score it: logits `[B, V]`. `take_back` undoes it."""
@@ -224,6 +234,11 @@ class CachedModel:
     def attention_layout(self, layer: int) -> tuple[bool, int | None]:
         """(whether a layer's keys fill a static cache, how many keys a plain step of a sliding window sees)."""
         return self.capacity is not None, kv.window(self.cache, layer)
+
+
+def _last_logits_only(model: Any) -> dict[str, int]:
+    """The argument that spares a model the scores of all tokens but the last, where it takes it."""
+    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
 
 def _takes_positions(model: Any) -> bool:

@@ -321,7 +321,7 @@ class _Decoder:
         if coupled and generation_config.do_sample and not tape_matches_multinomial(input_ids.device):
             warnings.warn(
                 f"torch.multinomial on {input_ids.device} is not the exponential race that seed-exact sampling relies "
-                "on; sampling goes on with acceptance='rejection': the same distribution, but not the text of the seed.",
+                "on; sampling goes on with acceptance='rejection': the same distribution, not the text of the seed.",
                 stacklevel=2,
             )
             coupled = False

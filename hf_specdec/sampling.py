@@ -198,7 +198,7 @@ class Selection:
     def process(self, ids: torch.Tensor, scores: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
         """Scores `[k, V]` after the processors, for contexts `ids [k, T]` of the given rows (None: the whole batch)."""
         if rows is None:
-            return self.processors(ids, scores)
+            return self.processors(ids, scores)  # type: ignore[arg-type]
         for processor in self.processors:
             scores = _for_rows(processor, rows)(ids, scores)
         return scores

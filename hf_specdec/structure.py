@@ -20,6 +20,9 @@ from .errors import UnsupportedCacheError, UnsupportedModelError
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
 
+# config entries about windows that the masks made here follow, or that only say which layers have one
+_KNOWN_WINDOWS = {"sliding_window", "max_window_layers", "use_sliding_window"}
+
 
 @dataclass(frozen=True)
 class MaskKind:
@@ -83,6 +86,14 @@ def _mask_kinds(config: Any) -> tuple[tuple[MaskKind, ...], str | None]:
     attention = config._attn_implementation
     if attention not in DENSE_MASKS:
         return (), f"attention back end {attention!r} takes no dense mask"
+    foreign = [
+        name
+        for name, value in vars(config).items()
+        if "window" in name and name not in _KNOWN_WINDOWS and isinstance(value, int) and value
+    ]
+    if foreign:
+        # such a window counts slots inside the model, and is wider than any text that the self-test could afford
+        return (), f"a window that is not a sliding_window ({', '.join(foreign)})"
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
@@ -118,7 +129,8 @@ def _examine(model: Any, config: Any) -> Support:
     if not reference.chain_agrees(chain):
         raise UnsupportedModelError(
             f"{type(model).__name__} failed the self-test: the scores of a drafted chain, verified in one forward, "
-            "differ from the scores of the same tokens one by one. Leave out speculative_mode, or pass on_unsupported='plain'."
+            "differ from the scores of the same tokens one by one. Leave out speculative_mode, or pass "
+            "on_unsupported='plain'."
         )
     return chain
 

@@ -129,10 +129,13 @@ def paying(controller: AdaptiveController, draft_seconds: float, right: bool, ro
 
 
 def test_costly_drafts_that_fail_are_given_up_and_tried_again() -> None:
-    granted = paying(AdaptiveController(measured(), 9), draft_seconds=0.6, right=False, rounds=80)
+    experience = measured()
+    granted = paying(AdaptiveController(experience, 9), draft_seconds=0.6, right=False, rounds=80)
     assert granted[0] == 9
-    assert granted.count(0) > 55
-    assert any(depth > 0 for depth in granted[30:])
+    assert granted.count(0) > 65
+    assert 2 in granted[20:], "after a pause a short draft is tried"
+    later = paying(AdaptiveController(experience, 9), draft_seconds=0.6, right=False, rounds=30)
+    assert later.count(0) >= 29, "the next call does not start anew"
 
 
 def test_costly_drafts_that_hold_are_kept() -> None:

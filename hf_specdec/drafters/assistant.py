@@ -156,11 +156,7 @@ class AssistantDrafter(Drafter):
                 self._seen[row] = list(text)
         if max(wrong):
             runner.take_back(wrong, idle)
-        readable = [self._readable(row) for row in pending]
-        output = runner.forward(readable, [list(range(-1, len(row) - 1)) for row in pending])
-        runner.commit([list(range(len(row))) for row in pending], idle)
-        last = torch.tensor([len(row) - 1 for row in pending], device=output.logits.device)
-        return output.logits[torch.arange(len(pending), device=last.device), last]
+        return runner.append([self._readable(row) for row in pending], idle)
 
     def _readable(self, text: list[int]) -> list[int]:
         """The text, without the target's padding tokens that the draft model has no embedding for."""

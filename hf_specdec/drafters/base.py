@@ -43,9 +43,7 @@ class Drafter(CandidateGenerator, ABC):
 
     # ------------------------------------------------------------------ transformers' CandidateGenerator
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, Any]:
         """`input_ids [1, T]` with the best drafted chain appended, `[1, T + k]`; no logits (a point mass)."""
         if input_ids.shape[0] != 1:
             raise ValueError("transformers' assisted decoding drafts for one row; use speculative_mode for batches")
@@ -70,7 +68,5 @@ class Drafter(CandidateGenerator, ABC):
         extra = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat([input_ids, extra], dim=1), None  # type: ignore[return-value]
 
-    def update_candidate_strategy(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
-    ) -> None:
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: the next `get_candidates` brings the tokens that were accepted."""
