@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .compat import DummyLayer, RecordingWindowLayer
+from .compat import DummyLayer, LinearAttentionLayer, RecordingWindowLayer
 from .errors import UnsupportedCacheError
 
 # Layers whose slots this file knows how to move. Subclasses may keep more state, so they do not count.
@@ -63,7 +63,9 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
     Layers with a convolution or recurrent state only know what they are after a first forward.
     """
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, StaticSlidingWindowLayer):
+        if type(layer) not in (*_MOVABLE, LinearAttentionLayer):
+            croppable = False  # it may hold more than keys, values and a convolution
+        elif isinstance(layer, StaticSlidingWindowLayer):
             # slots are overwritten once the window is full; until then they can be dropped
             croppable = layer.max_cache_len >= total_slots
         elif type(layer) is StaticLayer:
@@ -73,7 +75,7 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
         if not croppable:
             raise UnsupportedCacheError(
                 f"Layer {index} of the cache of {model_name} is a {type(layer).__name__}, which cannot drop tokens "
-                "again (it holds a recurrent state, quantized keys, or a static sliding window that is full). Use "
+                "again (it holds a recurrent state, an index, quantized keys, or a full static window). Use "
                 "cache_implementation='dynamic', another model, or on_unsupported='plain'."
             )
 

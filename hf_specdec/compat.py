@@ -28,6 +28,8 @@ class _NoSuchLayer:
 
 # layers without keys of their own
 DummyLayer: type = getattr(cache_utils, "DummyLayer", _NoSuchLayer)
+# convolutions and recurrent states
+LinearAttentionLayer: type = getattr(cache_utils, "LinearAttentionLayer", _NoSuchLayer)
 
 
 class _RecordingWindowLayer(cache_utils.DynamicSlidingWindowLayer):

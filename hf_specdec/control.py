@@ -27,7 +27,7 @@ _PRIOR_COST = {
     "accelerator": [(1, 1.0), (8, 1.03), (16, 1.06), (32, 1.12), (64, 1.25), (128, 1.6), (256, 2.5)],
 }
 # Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
-_MARGIN = 1.02
+_MARGIN = 1.05
 
 
 class CostModel:
@@ -149,7 +149,10 @@ class Controller(Protocol):
         ...
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
-        """The part of a proposal that is worth verifying; `most_nodes` fit into the cache besides the root."""
+        """The part of a proposal that is worth verifying; `most_nodes` fit into the cache besides the root.
+
+        Of a draft that was drawn from q nothing is left out for what was drawn: that would bias `rejection`.
+        """
         ...
 
     def observe(
@@ -170,6 +173,8 @@ class FixedController:
         return Budget(depth=depth, nodes=self.tokens, trees=trees, pays=lambda chains: True)
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
+        if draft.q is not None:
+            return _first(draft, running, min(self.tokens, most_nodes))
         return draft.keep(
             [
                 _largest(draft, row, min(self.tokens, most_nodes)) if running[row] else [0]
@@ -215,6 +220,8 @@ class AdaptiveController:
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
         if draft.is_empty:
             return draft
+        if draft.q is not None:
+            return _first(draft, running, most_nodes)
         rows = [row for row in range(draft.batch_size) if running[row]]
         most = min(self.most_tokens, most_nodes)
         # expected tokens of all rows with the best i drafted nodes each
@@ -315,6 +322,16 @@ class AdaptiveController:
                 self.experience.next_pause = self.experience.FIRST_PAUSE
                 return True
         return False
+
+
+def _first(draft: Draft, running: Sequence[bool], nodes: int) -> Draft:
+    """The first `nodes` drafted nodes of every running row: a cut that does not depend on what was drawn."""
+    return draft.keep(
+        [
+            list(range(min(nodes + 1, len(tokens)))) if runs else [0]
+            for tokens, runs in zip(draft.tokens, running, strict=True)
+        ]
+    )
 
 
 def _largest(draft: Draft, row: int, nodes: int) -> list[int]:

@@ -49,6 +49,8 @@ class CachedModel:
         self.capacity = kv.capacity(cache)
         self._width = 0
         self._with_positions = _takes_positions(model)
+        # some models leave their window to the cache, which shows a block more than each of its tokens may see
+        self._masks_windows = support.trees and kv.has_windows(cache)
         # holes need masks made from what slots hold; windows and static caches have no slots to spare for them
         self._holes = support.trees and not kv.has_windows(cache) and self.capacity is None
 
@@ -89,7 +91,8 @@ class CachedModel:
                 ],
                 device=device,
             )
-        if all(tree.is_chain(row) for row in parents):
+        chains = all(tree.is_chain(row) for row in parents)
+        if width == 1 or (chains and not self._masks_windows):
             # the model's own causal mask; padding at the end of a row is seen by nothing
             if self.valid is not None:
                 inputs["attention_mask"] = torch.cat(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -37,7 +38,7 @@ from .loop import decode
 from .modes import Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
 from .stats import publish
-from .structure import check_structure, support
+from .structure import check_length, check_structure, support
 
 NO_MODE = "none"
 
@@ -314,6 +315,9 @@ class _Decoder:
     ) -> Any:
         kv.check_kind(model_kwargs.get(CACHE_KEY))
         cache = model_kwargs[CACHE_KEY]
+        mask = model_kwargs.get("attention_mask")
+        shortest = input_ids.shape[1] if mask is None else int(mask.sum(-1).min())
+        check_length(model, shortest, generation_config.max_length)
         if kv.capacity(cache) is not None:
             kv.check_rollback(cache, type(model).__name__, generation_config.max_length - 1)
         config = self.call.config
@@ -364,9 +368,13 @@ def _resolve(mode: Any) -> tuple[Mode, Drafter | None]:
 
 
 def position_limit(model: Any) -> int | None:
-    """Number of positions the model was made for; None where its config names none."""
+    """Number of positions in the model's table of positions; None where positions are not looked up in one."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    words = model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
+    return limit if any(limit <= table.num_embeddings <= limit + 8 for table in tables) else None
 
 
 def _check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -19,7 +21,7 @@ from .draft import Context, Draft, Scores, Verdict
 from .drafters.base import Drafter
 from .errors import DraftError
 from .forward import CachedModel
-from .sampling import NoiseTape, Selection
+from .sampling import NoiseTape, Selection, generator_state, set_generator_state
 from .stats import RowStats, SpeculationStats
 from .structure import Support
 from .transcript import Outputs, Transcript
@@ -69,7 +71,8 @@ class Decoding:
 
     def run(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
         started = perf_counter()
-        self.drafter.start(self.context)
+        with self._undisturbed():
+            self.drafter.start(self._shown())
         scores = self._prefill(input_ids, model_kwargs)
         self._walk(Draft.empty(self.context.roots), scores, slots_before=0)
         for row in self.stats.rows:
@@ -97,7 +100,8 @@ class Decoding:
         verdict = self._walk(draft, scores, slots_before)
         self._commit(draft, scores, verdict)
         self.controller.observe(proposal, draft, verdict, drafted - began, verified - drafted)
-        self.drafter.observe(self.context, draft, scores, verdict)
+        with self._undisturbed():
+            self.drafter.observe(self._shown(), draft, scores, verdict)
         self.stats.record_round(draft, verdict)
         self.stats.draft_seconds += drafted - began
         self.stats.verify_seconds += verified - drafted
@@ -140,7 +144,8 @@ class Decoding:
         budget = self.controller.budget(rooms, self.support.trees)
         proposal = Draft.empty(context.roots)
         if any(depth > 0 for depth in budget.depth):
-            proposal = self.drafter.propose(context, budget)
+            with self._undisturbed():
+                proposal = self.drafter.propose(self._shown(), budget)
             _check_draft(proposal, context, self.vocab_size)
             proposal = _within(proposal, rooms)
             if not self.support.trees:
@@ -152,6 +157,29 @@ class Decoding:
         if self.lockstep and self.pads_finished and any(self.transcript.finished):
             draft = self._with_padding(draft)
         return proposal, draft
+
+    def _shown(self) -> Context:
+        """The context as a drafter gets it: what it does to it is its own affair."""
+        context = self.context
+        return replace(context, tokens=[list(row) for row in context.tokens], finished=list(context.finished))
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Leave the generators where plain decoding has them, whatever a drafter draws, unless drafts are drawn."""
+        if self.context.draws_own_noise:
+            yield
+            return
+        tape = self.selection.tape
+        device = self.context.device
+        before, on_device = generator_state(torch.device("cpu")), generator_state(device)
+        try:
+            yield
+        finally:
+            set_generator_state(torch.device("cpu"), before)
+            if device.type != "cpu":
+                set_generator_state(device, on_device)
+            if tape is not None and tape.alone:
+                tape.catch_up()
 
     def _room(self, row: int) -> int:
         """How deep a draft of this row may reach: its last token is never a drafted one. -1: the row is done."""
@@ -309,15 +337,16 @@ class Decoding:
         criteria_row_wise = all(kind in _ROW_WISE_CRITERIA for kind in kinds)
         # without an EOS, finished rows go on with real tokens until the last row is done
         ends_together = self.pads_finished or all(kind in _LENGTH_CRITERIA for kind in kinds)
+        judged_alone = self.selection.is_row_wise and criteria_row_wise and self.streamer is None
+        if self.selection.tape is not None:
+            self.selection.tape.alone = judged_alone
         self._lockstep = self.context.batch_size == 1 or not (
-            self.selection.is_row_wise
-            and criteria_row_wise
+            judged_alone
             and ends_together
             and self.support.movable
             and kv.is_movable(cache)
             and not self.outputs.any
             and not cache_is_returned
-            and self.streamer is None
         )
 
 
@@ -360,7 +389,7 @@ def decode(
         finished=[False] * batch,
         device=input_ids.device,
         selection=selection,
-        padded_prompts=input_ids,
+        padded_prompts=input_ids.clone(),
     )
     stats = SpeculationStats(mode=mode_name, lossless=rule.lossless, calls=1, rows=[RowStats() for _ in range(batch)])
     decoding = Decoding(
@@ -436,15 +465,36 @@ def _within(draft: Draft, rooms: list[int]) -> Draft:
 
 def _check_draft(draft: Draft, context: Context, vocab_size: int) -> None:
     """Drafters are open to users, so what they return is looked at before the target sees it."""
+    if not isinstance(draft, Draft):
+        raise DraftError(f"propose must return a Draft, got {type(draft).__name__}")
     if draft.batch_size != context.batch_size:
         raise DraftError(f"the draft has {draft.batch_size} rows, the batch has {context.batch_size}")
     for row, root in enumerate(context.roots):
-        if draft.tokens[row][0] != root:
+        tokens = draft.tokens[row]
+        if not all(type(token) is int for token in (*tokens, *draft.parents[row])):
+            raise DraftError(f"tokens and parents of row {row} of the draft must be whole numbers")
+        if tokens[0] != root:
             raise DraftError(
-                f"row {row} of the draft starts with {draft.tokens[row][0]}, not with the last committed token {root}"
+                f"row {row} of the draft starts with {tokens[0]}, not with the last committed token {root}"
             )
-        if not 0 <= min(draft.tokens[row]) <= max(draft.tokens[row]) < vocab_size:
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise DraftError(f"row {row} of the draft holds a token outside the vocabulary of {vocab_size}")
+        confidence = draft.confidence[row] if draft.confidence is not None else []
+        if not all(isinstance(value, (int, float)) and 0.0 <= value <= 1.0 for value in confidence):
+            raise DraftError(f"confidences of row {row} of the draft must lie between 0 and 1")
+    if draft.q is not None:
+        q = draft.q
+        if (
+            not isinstance(q, torch.Tensor)
+            or q.dim() != 3
+            or q.shape[0] != draft.batch_size
+            or q.shape[1] < draft.width
+        ):
+            raise DraftError(f"q of the draft must be a tensor [{draft.batch_size}, {draft.width}, V]")
+        if max(max(tokens[1:], default=0) for tokens in draft.tokens) >= q.shape[2]:
+            raise DraftError(f"the draft holds a token that its q, over {q.shape[2]} tokens, does not know")
+        if not bool(torch.isfinite(q).all()):
+            raise DraftError("q of the draft holds values that are not finite")
 
 
 def _wait_for(tensor: torch.Tensor) -> None:

@@ -73,6 +73,7 @@ class NoiseTape(LogitsProcessor):
 
     def __init__(self, prompt_length: int) -> None:
         self.prompt_length = prompt_length
+        self.alone = False  # nothing else draws from the generator, so steps may be drawn ahead of their time
         self._shape: torch.Size | None = None
         self._device: torch.device | None = None
         self._noise: dict[int, torch.Tensor] = {}  # step -> [B, V]
@@ -89,10 +90,12 @@ class NoiseTape(LogitsProcessor):
         assert self._device is not None
         while len(self._states) <= step + 1:
             if not self._states:
-                self._states.append(_generator_state(self._device))
+                self._states.append(generator_state(self._device))
+            elif self.alone:
+                set_generator_state(self._device, self._states[-1])
             drawn = torch.empty(self._shape, dtype=torch.float32, device=self._device).exponential_(1)
             self._noise[len(self._states) - 1] = drawn
-            self._states.append(_generator_state(self._device))
+            self._states.append(generator_state(self._device))
         return self._noise[step]
 
     def perturb(self, scores: torch.Tensor, step: int, rows: list[int] | None = None) -> torch.Tensor:
@@ -117,19 +120,29 @@ class NoiseTape(LogitsProcessor):
         for step in [step for step in self._noise if step < before]:
             del self._noise[step]
 
+    def catch_up(self) -> None:
+        """Put the generator behind the last step drawn."""
+        if self._device is not None and self._states:
+            set_generator_state(self._device, self._states[-1])
+
     def rewind(self, steps: int) -> None:
-        """Put the generator where it is after exactly `steps` draws, as plain sampling leaves it."""
-        if self._device is not None and len(self._states) > steps:
-            _set_generator_state(self._device, self._states[steps])
+        """Put the generator where it is after exactly `steps` draws, as plain sampling leaves it.
+
+        Where nothing was drawn ahead it is there already, and others may have drawn since.
+        """
+        if self._device is not None and len(self._states) > steps + 1:
+            set_generator_state(self._device, self._states[steps])
 
 
-def _generator_state(device: torch.device) -> torch.Tensor:
+def generator_state(device: torch.device) -> torch.Tensor:
+    """State of the default generator of a device."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)
 
 
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put the default generator of a device into a state."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -142,24 +155,24 @@ def tape_matches_multinomial(device: torch.device, trials: int = 8, vocabulary: 
 
     The device's generator is left as it was.
     """
-    before = _generator_state(device)
+    before = generator_state(device)
     try:
         with torch.random.fork_rng(devices=[]):
             logits = torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
         probabilities = logits.softmax(-1)
         for _ in range(trials):
-            start = _generator_state(device)
+            start = generator_state(device)
             expected = torch.multinomial(probabilities, 1).squeeze(1)
-            end = _generator_state(device)
-            _set_generator_state(device, start)
+            end = generator_state(device)
+            set_generator_state(device, start)
             tape = NoiseTape(prompt_length=0)
             tape.shape_from(logits)
             token = tape.perturb(logits, step=0).argmax(-1)
-            if not torch.equal(token, expected) or not torch.equal(_generator_state(device), end):
+            if not torch.equal(token, expected) or not torch.equal(generator_state(device), end):
                 return False
         return True
     finally:
-        _set_generator_state(device, before)
+        set_generator_state(device, before)
 
 
 class Selection:
@@ -190,10 +203,10 @@ class Selection:
     def readable_tape(self) -> NoiseTape | None:
         """The tape, where drafts may read it before its time.
 
-        An unknown processor might draw from the generator itself, between two steps: then nothing may be drawn
-        ahead of it.
+        An unknown processor, criterion or streamer might draw from the generator itself, between two steps: then
+        nothing may be drawn ahead of it.
         """
-        return self.tape if self.tape is not None and self.tape.ready and self.is_row_wise else None
+        return self.tape if self.tape is not None and self.tape.ready and self.tape.alone else None
 
     def process(self, ids: torch.Tensor, scores: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
         """Scores `[k, V]` after the processors, for contexts `ids [k, T]` of the given rows (None: the whole batch)."""

@@ -6,7 +6,7 @@ small tree, before and after a rollback, with the scores of the same tokens in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,8 @@ from .errors import UnsupportedCacheError, UnsupportedModelError
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
 
+# what a model may raise when a forward is not made for it
+_FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError)
 # config entries about windows that the masks made here follow, or that only say which layers have one
 _KNOWN_WINDOWS = {"sliding_window", "max_window_layers", "use_sliding_window"}
 
@@ -58,10 +60,12 @@ def support(model: Any) -> Support:
     """
     check_structure(model)
     config = model.config.get_text_config(decoder=True)
-    key = (config._attn_implementation, model.dtype, str(model.device))
+    key = (config._attn_implementation, model.dtype, str(model.device), model.training)
     per_model = _known.setdefault(model, {})
     if key not in per_model:
-        per_model[key] = _examine(model, config)
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            per_model[key] = _examine(model, config)
     return per_model[key]
 
 
@@ -75,10 +79,49 @@ def check_structure(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. {remedy}"
         )
-    if model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+    if model.training and _has_dropout(model):
         raise UnsupportedModelError(
             f"{name} is in training mode with dropout, so no two forwards agree. Call model.eval() first."
         )
+
+
+def _has_dropout(model: Any) -> bool:
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or any(
+        "drop" in name and isinstance(value, float) and value > 0
+        for name, value in vars(model.config.get_text_config(decoder=True)).items()
+    )
+
+
+def check_length(model: Any, shortest: int, longest: int) -> None:
+    """Raise `UnsupportedModelError` where rotary frequencies change between these lengths of the text.
+
+    They follow the deepest position of a whole forward, so tokens verified together would not get what each gets in a
+    step of its own.
+    """
+    config = model.config.get_text_config(decoder=True)
+    for parameters in _rope_parameters(config):
+        kind = parameters.get("rope_type")
+        limit = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = parameters.get("original_max_position_embeddings") or limit
+            # past the border on both ends, all forwards use the same frequencies
+            changes = limit is not None and shortest <= limit < longest
+        else:
+            changes = kind == "dynamic" and limit is not None and longest > limit
+        if changes:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} changes its {kind!r} rotary embedding at {limit} tokens, and this text may "
+                f"reach {longest}. Keep prompt and new tokens below that, or pass on_unsupported='plain'."
+            )
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a config, which may be nested per type of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(found, dict):
+        return []
+    return [found, *(value for value in found.values() if isinstance(value, dict))]
 
 
 def _mask_kinds(config: Any) -> tuple[tuple[MaskKind, ...], str | None]:
@@ -86,6 +129,12 @@ def _mask_kinds(config: Any) -> tuple[tuple[MaskKind, ...], str | None]:
     attention = config._attn_implementation
     if attention not in DENSE_MASKS:
         return (), f"attention back end {attention!r} takes no dense mask"
+    if getattr(config, "keep_window_size", None) is not None:
+        raise UnsupportedModelError(
+            f"Models of type {config.model_type} choose the keys they attend to by what else is scored with them, so a "
+            "drafted block has other scores than single steps. Leave out speculative_mode, or pass "
+            "on_unsupported='plain'."
+        )
     foreign = [
         name
         for name, value in vars(config).items()
@@ -115,24 +164,36 @@ def _mask_kinds(config: Any) -> tuple[tuple[MaskKind, ...], str | None]:
 @torch.no_grad()
 def _examine(model: Any, config: Any) -> Support:
     masks, why = _mask_kinds(config)
-    reference = _Reference(model, config)
-    movable = kv.is_movable(reference.prefill())
+    try:
+        reference = _Reference(model, config)
+        cache = reference.prefill()
+    except _FOREIGN as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} failed the self-test with {type(error).__name__}: {error}. Leave out "
+            "speculative_mode, or pass on_unsupported='plain'."
+        ) from error
+    movable = kv.is_movable(cache)
     if masks and movable:
+        tree = Support(trees=True, movable=True, masks=masks)
         try:
-            agrees = reference.tree_agrees(Support(trees=True, movable=movable, masks=masks))
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            agrees = reference.tree_agrees(tree)
+        except _FOREIGN as error:
             agrees, why = False, f"a 4-D attention mask raised {type(error).__name__}"
         if agrees:
-            return Support(trees=True, movable=movable, masks=masks)
+            return replace(tree, movable=reference.rows_agree(tree))
         why = why or "the self-test's tree scores differ from sequential scores"
     chain = Support(trees=False, movable=movable, masks=(), why=why or "its cache layers cannot be rearranged")
-    if not reference.chain_agrees(chain):
+    try:
+        agrees = reference.chain_agrees(chain)
+    except _FOREIGN:
+        agrees = False
+    if not agrees:
         raise UnsupportedModelError(
             f"{type(model).__name__} failed the self-test: the scores of a drafted chain, verified in one forward, "
             "differ from the scores of the same tokens one by one. Leave out speculative_mode, or pass "
             "on_unsupported='plain'."
         )
-    return chain
+    return replace(chain, movable=movable and reference.rows_agree(chain))
 
 
 class _Reference:
@@ -181,6 +242,23 @@ class _Reference:
         from .forward import CachedModel
 
         return CachedModel(self.model, support, self.prefill(), padding=None, next_position=[self.PROMPT])
+
+    def rows_agree(self, support: Support) -> bool:
+        """Whether rows of a batch may advance by different lengths: one keeps root and a, the other only the root."""
+        from .forward import CachedModel
+
+        try:
+            runner, _ = CachedModel.filled(self.model, support, [self.prompt, self.prompt])
+            first = runner.forward([[self.root, self.a, self.d]] * 2, [[-1, 0, 1]] * 2).logits
+            runner.commit([[0, 1], [0]])
+            after = runner.forward([[self.b], [self.a]], [[-1]] * 2).logits
+        except _FOREIGN:
+            return False
+        return (
+            self._agree(first[0, :2], self.long[:2])
+            and self._agree(after[0], self.long[2:3])
+            and self._agree(after[1], self.long[1:2])
+        )
 
     def _agree(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         differences = (logits.float() - expected).square().mean(-1).sqrt()  # [n]

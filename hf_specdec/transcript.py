@@ -48,7 +48,8 @@ class Transcript:
     @classmethod
     def of(cls, input_ids: torch.Tensor, capacity: int) -> Transcript:
         batch, prompt_length = input_ids.shape
-        ids = input_ids.new_zeros((batch, max(capacity, prompt_length)))
+        # int32 prompts come back as int64, as they do from plain generate
+        ids = torch.zeros((batch, max(capacity, prompt_length)), dtype=torch.long, device=input_ids.device)
         ids[:, :prompt_length] = input_ids
         return cls(ids, prompt_length, [prompt_length] * batch, [False] * batch)
 

@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList
 import hf_specdec
 from hf_specdec import accept
 from hf_specdec.accept import Choice, Coupled, Offer, Rejection, Typical
+from hf_specdec.control import AdaptiveController, CostModel, Experience, FixedController
 from hf_specdec.sampling import NoiseTape, Selection
 from hf_specdec.testing import ScriptedDrafter
 
@@ -149,6 +150,28 @@ def test_a_vocabulary_of_the_draft_that_is_padded_differently(enumeration: Enume
             return Rejection.sample(P, Offer([1], [enumeration.draw(q)], [q])).token
 
         assert distribution(enumeration.outcomes(procedure)) == pytest.approx(P.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_sizing_a_drawn_draft_leaves_p(enumeration: Enumeration, fixed: bool, siblings: int) -> None:
+    """A drawn token must not be left out for being improbable: what is verified would no longer be drawn from q."""
+
+    def procedure() -> int:
+        controller = FixedController(1) if fixed else AdaptiveController(Experience(CostModel("cpu")), 4)
+        tokens = [enumeration.draw(P) for _ in range(siblings)]
+        draft = hf_specdec.Draft(
+            [[0, *tokens]],
+            [[-1] + [0] * siblings],
+            confidence=[[1.0, *(float(P[token]) for token in tokens)]],
+            q=torch.stack([P] * (siblings + 1))[None],
+        )
+        sized = controller.size(draft, [True], most_nodes=8)
+        nodes = sized.children[0][0]
+        offer = Offer(nodes, [sized.tokens[0][node] for node in nodes], [sized.q[0, node] for node in nodes])
+        return Rejection.sample(P, offer).token
+
+    assert distribution(enumeration.outcomes(procedure)) == pytest.approx(P.tolist(), abs=1e-12)
 
 
 class Wrong:

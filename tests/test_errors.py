@@ -141,9 +141,39 @@ def test_an_empty_prompt() -> None:
 def test_a_prompt_at_the_context_limit() -> None:
     refused(
         errors.ContextLimitError,
-        "12 tokens and LlamaForCausalLM has 12 positions",
-        model=model_of("llama", max_position_embeddings=12),
+        "12 tokens and GPT2LMHeadModel has 12 positions",
+        model=model_of("gpt2", max_position_embeddings=12, n_positions=12),
     )
+
+
+def test_rotary_positions_have_no_such_limit() -> None:
+    """Plain generate goes on past what a rotary model was made for, so speculation does too."""
+    model = model_of("llama", max_position_embeddings=12)
+    assert_same(
+        model, prompt(repeat=True), {**LOOKUP, "speculative_config": {"num_draft_tokens": 4}}, max_new_tokens=12
+    )
+
+
+@pytest.mark.parametrize(("kind", "length"), [("longrope", 24), ("dynamic", 20)])
+def test_rotary_frequencies_that_change_within_the_text(kind: str, length: int) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        half = [1.0] * 4
+        parameters |= {"short_factor": half, "long_factor": [2.0 * f for f in half]}
+        parameters |= {"original_max_position_embeddings": length}
+    model = tiny_model(
+        "llama", rope_parameters=parameters, max_position_embeddings=2 * length if half_of(kind) else length
+    )
+    asked = {**LOOKUP, "speculative_config": {"num_draft_tokens": 4}}
+    assert_same(model, prompt(3, padding=2, repeat=True), asked, max_length=length)
+    with pytest.raises(errors.UnsupportedModelError, match=f"'{kind}'.*{length} tokens"):
+        run(model, prompt(repeat=True), max_length=length + 4, **asked)
+    expected, _ = run(tiny_model("llama", rope_parameters=parameters), prompt(), max_new_tokens=2)
+    assert expected.shape[1] == 14
+
+
+def half_of(kind: str) -> bool:
+    return kind == "longrope"
 
 
 def test_no_room_for_a_new_token() -> None:
@@ -251,6 +281,31 @@ def test_dropout_in_training_mode() -> None:
     with pytest.raises(errors.UnsupportedModelError, match=r"model\.eval\(\)"):
         run(model, prompt(), max_new_tokens=3, **LOOKUP)
     assert model.training
+
+
+def test_training_after_first_use_is_noticed_and_moves_no_generator() -> None:
+    model = tiny_model("llama", attention_dropout=0.3)
+    run(model, prompt(), max_new_tokens=3, **LOOKUP)
+    model.train()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(errors.UnsupportedModelError, match=r"model\.eval\(\)"):
+        model.generate(**prompt(), max_new_tokens=3, **LOOKUP)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_fails_in_the_self_test_is_named() -> None:
+    model = tiny_model("llama", seed=11)
+    original = model.forward
+
+    def fragile(*args: Any, use_cache: Any = None, **kwargs: Any) -> Any:
+        if use_cache is False:
+            raise RuntimeError("only with a cache")
+        return original(*args, use_cache=use_cache, **kwargs)
+
+    model.forward = fragile
+    with pytest.raises(errors.UnsupportedModelError, match="self-test with RuntimeError: only with a cache"):
+        run(model, prompt(), max_new_tokens=3, **LOOKUP)
 
 
 def test_a_model_that_ignores_the_cache_is_found_by_the_self_test() -> None:
