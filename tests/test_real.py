@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import hf_specdec
 from hf_specdec.bench import first_layers
+from hf_specdec.demo import PROMPTS
 from hf_specdec.smollm2 import smollm2_folder
 
 pytestmark = [
@@ -61,11 +62,11 @@ def test_same_text_seed_for_seed(real: Any, texts: tuple[str, ...], sampling: di
     assert_same(model, encoded(tokenizer, *texts), asked, max_new_tokens=24, **sampling)
 
 
-def test_lookup_saves_forwards_when_copying(real: Any) -> None:
+def test_lookup_saves_forwards_when_quoting(real: Any) -> None:
     model, tokenizer, _ = real
-    stats = assert_same(
-        model, encoded(tokenizer, COPY), {"speculative_mode": "prompt_lookup"}, max_new_tokens=24, do_sample=False
-    )
+    (quoting,) = [prompt.text for prompt in PROMPTS if prompt.task == "quoting"]
+    asked = {"speculative_mode": "prompt_lookup", "speculative_config": {"num_draft_tokens": 8}}
+    stats = assert_same(model, encoded(tokenizer, quoting), asked, max_new_tokens=32, do_sample=False)
     assert stats.mean_acceptance_length > 2.0
 
 
