@@ -27,7 +27,7 @@ _PRIOR_COST = {
     "accelerator": [(1, 1.0), (8, 1.03), (16, 1.06), (32, 1.12), (64, 1.25), (128, 1.6), (256, 2.5)],
 }
 # Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
-_MARGIN = 1.05
+_MARGIN = 1.1
 
 
 class CostModel:

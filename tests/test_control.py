@@ -32,7 +32,7 @@ class Believing(AdaptiveController):
 
 
 def best_by_hand(confidence: list[float], costs: dict[int, float], rows: int = 1) -> int:
-    best, best_rate = 0, rows / costs[1] * 1.05
+    best, best_rate = 0, rows / costs[1] * 1.1
     expected, reached = 1.0, 1.0
     for nodes, p in enumerate(confidence, start=1):
         reached *= p
