@@ -184,6 +184,17 @@ class Draft:
             passenger=None if self.passenger is None else pick(self.passenger),
         )
 
+    def within(self, rooms: Sequence[int]) -> Draft:
+        """The draft without nodes deeper than each row's room: they could not be committed, nor have a position."""
+        if self.width - 1 <= min(rooms):
+            return self
+        return self.keep(
+            [
+                [node for node, depth in enumerate(tree.depths(parents)) if depth <= max(room, 0)]
+                for parents, room in zip(self.parents, rooms, strict=True)
+            ]
+        )
+
     def best_chain(self) -> Draft:
         """The most probable path of every row, for models that cannot take trees."""
         if self.is_chain:
@@ -196,6 +207,40 @@ class Draft:
                 chain.append(max(below[chain[-1]], key=lambda node: (confidence[node], -node)))
             nodes.append(chain)
         return self.keep(nodes)
+
+
+def check_draft(draft: Draft, roots: Sequence[int], vocab_size: int) -> None:
+    """Raise `DraftError` unless this is a draft for these roots: drafters are open to users, and the target is not."""
+    if not isinstance(draft, Draft):
+        raise DraftError(f"propose must return a Draft, got {type(draft).__name__}")
+    if draft.batch_size != len(roots):
+        raise DraftError(f"the draft has {draft.batch_size} rows, the batch has {len(roots)}")
+    for row, root in enumerate(roots):
+        tokens = draft.tokens[row]
+        if not all(type(token) is int for token in (*tokens, *draft.parents[row])):
+            raise DraftError(f"tokens and parents of row {row} of the draft must be whole numbers")
+        if tokens[0] != root:
+            raise DraftError(
+                f"row {row} of the draft starts with {tokens[0]}, not with the last committed token {root}"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise DraftError(f"row {row} of the draft holds a token outside the vocabulary of {vocab_size}")
+        confidence = draft.confidence[row] if draft.confidence is not None else []
+        if not all(isinstance(value, (int, float)) and 0.0 <= value <= 1.0 for value in confidence):
+            raise DraftError(f"confidences of row {row} of the draft must lie between 0 and 1")
+    if draft.q is not None:
+        q = draft.q
+        if (
+            not isinstance(q, torch.Tensor)
+            or q.dim() != 3
+            or q.shape[0] != draft.batch_size
+            or q.shape[1] < draft.width
+        ):
+            raise DraftError(f"q of the draft must be a tensor [{draft.batch_size}, {draft.width}, V]")
+        if max(max(tokens[1:], default=0) for tokens in draft.tokens) >= q.shape[2]:
+            raise DraftError(f"the draft holds a token that its q, over {q.shape[2]} tokens, does not know")
+        if not bool(torch.isfinite(q).all()):
+            raise DraftError("q of the draft holds values that are not finite")
 
 
 @dataclass(frozen=True)

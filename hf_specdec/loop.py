@@ -13,13 +13,11 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as host_criteria
 
 from . import cache as kv
-from . import tree
 from .accept import Offer, Rule
 from .compat import CACHE_KEY, decoder_only_output
 from .control import Controller
-from .draft import Context, Draft, Scores, Verdict
+from .draft import Context, Draft, Scores, Verdict, check_draft
 from .drafters.base import Drafter
-from .errors import DraftError
 from .forward import CachedModel
 from .sampling import NoiseTape, Selection, generator_state, set_generator_state
 from .stats import RowStats, SpeculationStats
@@ -146,8 +144,8 @@ class Decoding:
         if any(depth > 0 for depth in budget.depth):
             with self._undisturbed():
                 proposal = self.drafter.propose(self._shown(), budget)
-            _check_draft(proposal, context, self.vocab_size)
-            proposal = _within(proposal, rooms)
+            check_draft(proposal, context.roots, self.vocab_size)
+            proposal = proposal.within(rooms)
             if not self.support.trees:
                 proposal = proposal.best_chain()
         free = self.target.capacity
@@ -449,52 +447,6 @@ def _offer(draft: Draft, row: int, node: int) -> Offer:
         return Offer()
     q = None if draft.q is None else [draft.q[row, child] for child in nodes]
     return Offer(nodes, [draft.tokens[row][child] for child in nodes], q)
-
-
-def _within(draft: Draft, rooms: list[int]) -> Draft:
-    """The draft without nodes that lie deeper than could be committed: there may be no position for them."""
-    if draft.width - 1 <= min(rooms):
-        return draft
-    return draft.keep(
-        [
-            [node for node, depth in enumerate(tree.depths(parents)) if depth <= max(room, 0)]
-            for parents, room in zip(draft.parents, rooms, strict=True)
-        ]
-    )
-
-
-def _check_draft(draft: Draft, context: Context, vocab_size: int) -> None:
-    """Drafters are open to users, so what they return is looked at before the target sees it."""
-    if not isinstance(draft, Draft):
-        raise DraftError(f"propose must return a Draft, got {type(draft).__name__}")
-    if draft.batch_size != context.batch_size:
-        raise DraftError(f"the draft has {draft.batch_size} rows, the batch has {context.batch_size}")
-    for row, root in enumerate(context.roots):
-        tokens = draft.tokens[row]
-        if not all(type(token) is int for token in (*tokens, *draft.parents[row])):
-            raise DraftError(f"tokens and parents of row {row} of the draft must be whole numbers")
-        if tokens[0] != root:
-            raise DraftError(
-                f"row {row} of the draft starts with {tokens[0]}, not with the last committed token {root}"
-            )
-        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise DraftError(f"row {row} of the draft holds a token outside the vocabulary of {vocab_size}")
-        confidence = draft.confidence[row] if draft.confidence is not None else []
-        if not all(isinstance(value, (int, float)) and 0.0 <= value <= 1.0 for value in confidence):
-            raise DraftError(f"confidences of row {row} of the draft must lie between 0 and 1")
-    if draft.q is not None:
-        q = draft.q
-        if (
-            not isinstance(q, torch.Tensor)
-            or q.dim() != 3
-            or q.shape[0] != draft.batch_size
-            or q.shape[1] < draft.width
-        ):
-            raise DraftError(f"q of the draft must be a tensor [{draft.batch_size}, {draft.width}, V]")
-        if max(max(tokens[1:], default=0) for tokens in draft.tokens) >= q.shape[2]:
-            raise DraftError(f"the draft holds a token that its q, over {q.shape[2]} tokens, does not know")
-        if not bool(torch.isfinite(q).all()):
-            raise DraftError("q of the draft holds values that are not finite")
 
 
 def _wait_for(tensor: torch.Tensor) -> None:
