@@ -52,15 +52,6 @@ def ancestors(parents: Sequence[int]) -> list[list[bool]]:
     return mask
 
 
-def path(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes from the root to `node`, both included."""
-    nodes = []
-    while node >= 0:
-        nodes.append(node)
-        node = parents[node]
-    return nodes[::-1]
-
-
 def path_probabilities(parents: Sequence[int], probabilities: Sequence[float]) -> list[float]:
     """Probability that each node is reached: the product of `probabilities` along its path (root: 1)."""
     reached = [1.0] * len(parents)

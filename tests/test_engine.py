@@ -597,3 +597,25 @@ def test_bfloat16_differs_only_at_near_ties(name: str) -> None:
             step = int(differ[0]) - 14
             first, second = plain.logits[step][0].topk(2).values.tolist()
             assert first - second <= 2**-5 * abs(first), "not a near tie"
+
+
+def test_a_window_that_the_model_leaves_to_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moshi makes a plain causal mask and lets the cache forget; a block would see more than each of its tokens."""
+    from transformers.models.mistral import modeling_mistral
+
+    from hf_specdec.testing import tiny_model
+
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", modeling_mistral.create_causal_mask)
+    model, inputs = tiny_model("mistral", seed=4), prompt(length=14)
+    texts = texts_of(model, inputs, max_new_tokens=30, eos_token_id=None)
+    for seed in range(3):
+        assert_same(
+            model,
+            inputs,
+            {
+                "speculative_mode": noisy_trees(texts, seed=seed, chains=True),
+                "speculative_config": {"num_draft_tokens": 6},
+            },
+            max_new_tokens=30,
+            eos_token_id=None,
+        )

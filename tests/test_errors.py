@@ -294,6 +294,27 @@ def test_training_after_first_use_is_noticed_and_moves_no_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_cache_layers_of_an_unknown_kind_are_refused() -> None:
+    """They may hold more than keys and values (an index, say), which nobody here would roll back."""
+    from hf_specdec import cache as kv
+
+    class WithAnIndex(transformers.cache_utils.DynamicLayer):
+        pass
+
+    cache = transformers.DynamicCache(config=model_of("llama").config)
+    kv.check_rollback(cache, "Known", total_slots=8)
+    cache.layers[1] = WithAnIndex()
+    with pytest.raises(errors.UnsupportedCacheError, match="Layer 1 of the cache of Odd is a WithAnIndex"):
+        kv.check_rollback(cache, "Odd", total_slots=8)
+
+
+def test_keys_chosen_by_what_else_is_scored_are_refused() -> None:
+    """Doge keeps the best `keep_window_size` keys of a forward: a block chooses otherwise than single steps."""
+    model = tiny_model("llama", seed=12, keep_window_size=8)
+    with pytest.raises(errors.UnsupportedModelError, match="choose the keys they attend to"):
+        run(model, prompt(), max_new_tokens=3, **LOOKUP)
+
+
 def test_a_model_that_fails_in_the_self_test_is_named() -> None:
     model = tiny_model("llama", seed=11)
     original = model.forward

@@ -22,7 +22,6 @@ PARENTS = [-1, 0, 0, 1, 2, 2]
 def test_topology() -> None:
     assert tree.depths(PARENTS) == [0, 1, 1, 2, 2, 2]
     assert tree.children(PARENTS) == [[1, 2], [3], [4, 5], [], [], []]
-    assert tree.path(PARENTS, 5) == [0, 2, 5]
     assert [[j for j, seen in enumerate(row) if seen] for row in tree.ancestors(PARENTS)] == [
         [0],
         [0, 1],
