@@ -5,9 +5,16 @@
 
 from . import analysis, errors
 from ._version import __version__
-from .config import AssistantConfig, PromptLookupConfig, SpeculativeConfig, configure
+from .config import (
+    AssistantConfig,
+    EarlyExitConfig,
+    LookaheadConfig,
+    PromptLookupConfig,
+    SpeculativeConfig,
+    configure,
+)
 from .draft import Budget, Context, Draft, Scores, Verdict
-from .drafters import AssistantDrafter, Drafter, PromptLookupDrafter
+from .drafters import AssistantDrafter, Drafter, EarlyExitDrafter, LookaheadDrafter, PromptLookupDrafter
 from .errors import SpeculationError
 from .generation import SpeculativeGenerationMixin, install, uninstall
 from .modes import Mode, Request, mode_names, register_mode
@@ -21,6 +28,10 @@ __all__ = [
     "Context",
     "Draft",
     "Drafter",
+    "EarlyExitConfig",
+    "EarlyExitDrafter",
+    "LookaheadConfig",
+    "LookaheadDrafter",
     "Mode",
     "NoiseTape",
     "PromptLookupConfig",

@@ -117,23 +117,32 @@ def crop(cache: Cache, tokens: int) -> None:
     """Drop the last `tokens` slots of every row; trim sliding windows to their size."""
     for layer in cache.layers:
         if isinstance(layer, StaticLayer):
-            layer.cumulative_length.sub_(tokens)
-            if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int -= tokens
+            _shorten(layer, tokens)
         else:
             layer.crop(-tokens)  # type: ignore[union-attr]
 
 
-def gather_block(cache: Cache, width: int, nodes: torch.Tensor) -> None:
-    """Move the block's nodes `nodes [B, m]` to its first m slots and drop its other `width - m` slots."""
+def drop_last(cache: Cache, tokens: int, layers: int) -> None:
+    """Drop the last `tokens` slots of the first `layers` layers. Sliding windows keep what they have recorded."""
+    for layer in _stored(cache, layers) if tokens else ():
+        if not isinstance(layer, StaticLayer):
+            layer.keys, layer.values = layer.keys[:, :, :-tokens], layer.values[:, :, :-tokens]
+        if hasattr(layer, "cumulative_length"):
+            _shorten(layer, tokens)
+
+
+def gather_block(cache: Cache, width: int, nodes: torch.Tensor, layers: int | None = None) -> None:
+    """Move the block's nodes `nodes [B, m]` to its first m slots; the others are still to be dropped.
+
+    Only in the first `layers` layers, where a number is given.
+    """
     kept = nodes.shape[1]
-    for layer in _stored(cache):
+    for layer in _stored(cache, layers):
         for tensor in (layer.keys, layer.values):
             end = int(layer.cumulative_length) if isinstance(layer, StaticLayer) else tensor.shape[-2]
             block = tensor[:, :, end - width : end]
             index = nodes.to(tensor.device)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
             block[:, :, :kept] = block.gather(2, index)
-    crop(cache, width - kept)
 
 
 def realign(cache: Cache, source: torch.Tensor, total: int) -> None:
@@ -144,9 +153,7 @@ def realign(cache: Cache, source: torch.Tensor, total: int) -> None:
             storage: list[Any] = [layer.keys, layer.values]
             for tensor in storage:
                 tensor[:, :, :total] = _gather_slots(tensor, source)
-            layer.cumulative_length.sub_(before - total)
-            if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int -= before - total
+            _shorten(layer, before - total)
             continue
         first = before - layer.keys.shape[-2]  # slot number of the oldest slot this layer still holds
         window = layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else total
@@ -163,9 +170,16 @@ def select_rows(cache: Cache, rows: Sequence[int]) -> None:
         layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
 
 
-def _stored(cache: Cache) -> list[Any]:
-    layers: list[Any] = list(cache.layers)
-    return [layer for layer in layers if not isinstance(layer, DummyLayer) and layer.is_initialized]
+def _shorten(layer: Any, tokens: int) -> None:
+    """Let a layer that counts its slots have so many fewer."""
+    layer.cumulative_length -= tokens  # in place where it is a tensor, whose address matters
+    if hasattr(layer, "cumulative_length_int"):
+        layer.cumulative_length_int -= tokens
+
+
+def _stored(cache: Cache, layers: int | None = None) -> list[Any]:
+    stored: list[Any] = list(cache.layers[:layers])
+    return [layer for layer in stored if not isinstance(layer, DummyLayer) and layer.is_initialized]
 
 
 def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

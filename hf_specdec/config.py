@@ -91,6 +91,50 @@ class AssistantConfig(SpeculativeConfig):
         _check_range(self, "max_vocabulary_padding", 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LookaheadConfig(SpeculativeConfig):
+    """Settings of `lookahead`. The window adds (ngram_size - 1) * window_size - 1 nodes to every forward.
+
+    Args:
+        window_size: W, columns of the Jacobi window; 0 leaves it out, so that n-grams come from the text alone.
+            `"auto"` takes what the measured cost of a forward allows, which may be none.
+        ngram_size: N; n-grams hold N tokens, so a draft is at most N - 1 deep.
+        guess_set_size: G, most n-grams kept, and drafted at once, for a first token.
+    """
+
+    window_size: int | Literal["auto"] = "auto"
+    ngram_size: int = 5
+    guess_set_size: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range(self, "window_size", 0)
+        _check_range(self, "ngram_size", 2)
+        _check_range(self, "guess_set_size", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyExitConfig(SpeculativeConfig):
+    """Settings of `early_exit`.
+
+    Args:
+        exit_layer: E, the number of layers that draft. `"auto"` measures on the prompts how well a few exits agree with
+            the model and takes the one that promises most, or none.
+        num_alternatives: tokens drafted beside the likeliest one at every depth; 0 drafts chains.
+        draft_sampling: when the target samples, `"tape"` lets the exit read the target's own noise, so that both pick
+            the same token as often as can be (arXiv:2408.07978); `"greedy"` takes its argmax.
+    """
+
+    exit_layer: int | Literal["auto"] = "auto"
+    num_alternatives: int = 1
+    draft_sampling: Literal["tape", "greedy"] = "tape"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range(self, "exit_layer", 1)
+        _check_range(self, "num_alternatives", 0)
+
+
 def make_config(kind: type[SpeculativeConfig], settings: Any, mode: str) -> SpeculativeConfig:
     """The mode's config from what the user gave: None, a dict, or the config itself.
 

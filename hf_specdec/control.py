@@ -121,7 +121,7 @@ class Experience:
     """What is known of a mode on a model: kept from call to call, so that a call need not start from nothing.
 
     Args:
-        costs: what the model's forwards cost; the same for all its modes.
+        costs: what forwards cost in this mode: some verify with a part of the model.
     """
 
     KEPT = 10.0  # observations per bin that an earlier call counts for
@@ -130,8 +130,8 @@ class Experience:
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self.calibrator = Calibrator()
-        self.acceptance = 0.5  # of drafted tokens whose parents were accepted, decaying mean
-        self.draft_seconds = 0.0  # per drafted token, decaying mean
+        self.acceptance = 0.5  # of drafts below an accepted node, decaying mean
+        self.draft_seconds = 0.0  # per depth drafted, decaying mean
         self.paused = 0  # rounds still to go without drafting
         self.next_pause = self.FIRST_PAUSE
 
@@ -151,7 +151,8 @@ class Controller(Protocol):
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
         """The part of a proposal that is worth verifying; `most_nodes` fit into the cache besides the root.
 
-        Of a draft that was drawn from q nothing is left out for what was drawn: that would bias `rejection`.
+        Passengers are not weighed: all of them ride, or none where they do not fit. Of a draft that was drawn from q
+        nothing is left out for what was drawn: that would bias `rejection`.
         """
         ...
 
@@ -169,18 +170,16 @@ class FixedController:
         self.tokens = tokens
 
     def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
-        depth = [min(room, self.tokens) for room in rooms]
-        return Budget(depth=depth, nodes=self.tokens, trees=trees, pays=lambda chains: True)
+        depth = [max(0, min(room, self.tokens)) for room in rooms]
+        room = [max(0, room) for room in rooms]
+        return Budget(depth=depth, room=room, nodes=self.tokens, trees=trees, pays=lambda chains: True)
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
+        draft = _seated(draft, most_nodes)
+        tokens = min(self.tokens, most_nodes - _passengers(draft))
         if draft.q is not None:
-            return _first(draft, running, min(self.tokens, most_nodes))
-        return draft.keep(
-            [
-                _largest(draft, row, min(self.tokens, most_nodes)) if running[row] else [0]
-                for row in range(draft.batch_size)
-            ]
-        )
+            return _first(draft, running, tokens)
+        return draft.keep([_largest(draft, row, tokens) if running[row] else [0] for row in range(draft.batch_size)])
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -215,27 +214,31 @@ class AdaptiveController:
             experience.pause()
             tokens = 0
         depth = [max(0, min(room, tokens)) for room in rooms]
-        return Budget(depth=depth, nodes=tokens, trees=trees, pays=self._pays)
+        room = [max(0, room) for room in rooms]
+        return Budget(depth=depth, room=room, nodes=tokens, trees=trees, pays=self._pays, cost=self._cost)
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
         if draft.is_empty:
             return draft
+        draft = _seated(draft, most_nodes)
+        passengers = _passengers(draft)
         if draft.q is not None:
-            return _first(draft, running, most_nodes)
+            return _first(draft, running, most_nodes - passengers)
         rows = [row for row in range(draft.batch_size) if running[row]]
-        most = min(self.most_tokens, most_nodes)
+        most = min(self.most_tokens, most_nodes - passengers)
         # expected tokens of all rows with the best i drafted nodes each
         expected = [float(len(rows))] + [0.0] * most
         for row in rows:
-            reached = sorted(self._path_probabilities(draft, row)[1:], reverse=True)[:most]
+            probabilities = self._path_probabilities(draft, row)
+            reached = sorted((probabilities[node] for node in draft.drafted[row]), reverse=True)[:most]
             for index, probability in enumerate(reached, start=1):
                 expected[index] += probability
         expected = list(accumulate(expected))
         widest = min(most, draft.width - 1)
-        plain = expected[0] / self.costs.seconds(len(rows), 1) * _MARGIN
+        plain = expected[0] / self.costs.seconds(len(rows), passengers + 1) * _MARGIN
         best, best_rate = 0, plain
         for nodes in range(1, widest + 1):
-            rate = expected[nodes] / self.costs.seconds(len(rows), nodes + 1)
+            rate = expected[nodes] / self.costs.seconds(len(rows), passengers + nodes + 1)
             if rate > best_rate:
                 best, best_rate = nodes, rate
         return draft.keep(
@@ -247,9 +250,9 @@ class AdaptiveController:
     ) -> None:
         rows = sum(bool(committed) for committed in verdict.committed)
         self.costs.observe(rows, verified.width, verify_seconds)
-        drafted = proposal.width - 1
-        if drafted:
-            each = draft_seconds / drafted
+        depth = max(max(tree.depths(parents)) for parents in proposal.parents)
+        if depth:
+            each = draft_seconds / depth
             known = self.experience.draft_seconds
             self.experience.draft_seconds = each if not known else 0.8 * known + 0.2 * each
         for row, committed in enumerate(verdict.committed):
@@ -263,8 +266,8 @@ class AdaptiveController:
 
     def _largest_calibrated(self, draft: Draft, row: int, nodes: int) -> list[int]:
         reached = self._path_probabilities(draft, row)
-        order = sorted(range(len(reached)), key=lambda node: (-reached[node], node))
-        return sorted(order[: nodes + 1])
+        order = sorted(draft.drafted[row], key=lambda node: (-reached[node], node))
+        return _with_passengers(draft, row, order[:nodes])
 
     def _learn(self, proposal: Draft, row: int, committed: Sequence[int]) -> None:
         """Every drafted child of a committed node was right or wrong, whether it was verified or not."""
@@ -274,13 +277,17 @@ class AdaptiveController:
         for token in committed:
             below = proposal.children[row][node]
             for child in below:
-                right = proposal.tokens[row][child] == token
-                self.calibrator.observe(proposal.confidence[row][child], right)
-                self.experience.acceptance += 0.15 * (right - self.experience.acceptance)
-            carried = [child for child in below if proposal.tokens[row][child] == token]
-            if not carried:
+                self.calibrator.observe(proposal.confidence[row][child], proposal.tokens[row][child] == token)
+            right = [child for child in below if proposal.tokens[row][child] == token]
+            if below:
+                self.experience.acceptance += 0.15 * (bool(right) - self.experience.acceptance)
+            if not right:
                 return
-            node = carried[0]
+            node = right[0]
+
+    def _cost(self, width: int) -> float:
+        """Plain steps that a forward over `width` nodes a row takes."""
+        return self.costs.seconds(self._rows, width) / self.costs.seconds(self._rows, 1)
 
     # ------------------------------------------------------------------ drafters that pay per token
 
@@ -335,17 +342,34 @@ def _first(draft: Draft, running: Sequence[bool], nodes: int) -> Draft:
 
 
 def _largest(draft: Draft, row: int, nodes: int) -> list[int]:
-    """The best `nodes` drafted nodes of a row by the drafter's own confidence, and the root."""
+    """The best `nodes` drafted nodes of a row by the drafter's own confidence, the root and the passengers."""
     confidence = draft.confidence[row] if draft.confidence is not None else [1.0] * len(draft.tokens[row])
-    return sorted(tree.best_first(draft.parents[row], confidence)[: nodes + 1])
+    drafted = set(draft.drafted[row])
+    best = [node for node in tree.best_first(draft.parents[row], confidence) if node in drafted]
+    return _with_passengers(draft, row, best[:nodes])
 
 
-_costs: WeakKeyDictionary[Any, dict[tuple, CostModel]] = WeakKeyDictionary()
+def _with_passengers(draft: Draft, row: int, nodes: Sequence[int]) -> list[int]:
+    riding = [] if draft.passenger is None else [node for node, rides in enumerate(draft.passenger[row]) if rides]
+    return sorted({0, *nodes, *riding})
+
+
+def _passengers(draft: Draft) -> int:
+    """Passengers of the row that has the most."""
+    return max(map(sum, draft.passenger)) if draft.passenger is not None else 0
+
+
+def _seated(draft: Draft, most_nodes: int) -> Draft:
+    """The draft, without its passengers where they do not fit."""
+    if _passengers(draft) <= most_nodes:
+        return draft
+    return draft.keep([[0, *drafted] for drafted in draft.drafted])
+
+
 _experiences: WeakKeyDictionary[Any, dict[tuple, Experience]] = WeakKeyDictionary()
 
 
 def experience_of(model: Any, mode: str) -> Experience:
     """What is known of this mode on this model, on its device and in its dtype."""
-    key = (str(model.device), model.dtype, torch.get_num_threads())
-    costs = _costs.setdefault(model, {}).setdefault(key, CostModel(model.device.type))
-    return _experiences.setdefault(model, {}).setdefault((*key, mode), Experience(costs))
+    key = (str(model.device), model.dtype, torch.get_num_threads(), mode)
+    return _experiences.setdefault(model, {}).setdefault(key, Experience(CostModel(model.device.type)))

@@ -5,7 +5,7 @@ Shapes: B rows of the batch, n nodes of the widest tree, V vocabulary, d hidden 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -57,6 +57,51 @@ class Context:
         generated = [*self.tokens[row][self.prompt_lengths[row] :], *drafted]
         return torch.cat([prompt, prompt.new_tensor([generated])], dim=1) if generated else prompt
 
+    def probabilities(
+        self, logits: torch.Tensor, rows: Sequence[int], drafted: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """What the target would sample from, were these its logits: after its processors, where they may be replayed.
+
+        Args:
+            logits: `[k, V]`, of a drafter or of the target.
+            rows: which row of the batch each belongs to.
+            drafted: what was drafted in that row before it.
+
+        Returns:
+            probabilities `[k, V]`.
+        """
+        selection, logits = self.selection, logits.to(self.device, torch.float32)
+        if not selection.processors or not selection.is_row_wise:
+            return logits.softmax(-1)
+        if selection.is_context_free:
+            return selection.process(self.padded_prompts, logits, None).softmax(-1)
+        scores = [
+            selection.process(self.input_ids(row, path), logits[i : i + 1], [row])
+            for i, (row, path) in enumerate(zip(rows, drafted, strict=True))
+        ]
+        return torch.cat(scores).softmax(-1)
+
+    def coupled(self, probabilities: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
+        """Probabilities `[k, V]` over the noise of the target's sampling: their argmax is its likeliest pick.
+
+        Unchanged where the target is greedy, the tape may not be read ahead, or the step is over.
+
+        Args:
+            probabilities: `[k, V]`; V may fall short of the target's vocabulary.
+            rows: which row of the batch each belongs to.
+            steps: which generated token of that row each is about.
+        """
+        tape = self.tape
+        if tape is None:
+            return probabilities
+        noise = [
+            tape.noise(step)[row, : probabilities.shape[1]]
+            if step >= self.step(row) and not self.finished[row]
+            else torch.ones_like(probabilities[0])
+            for row, step in zip(rows, steps, strict=True)
+        ]
+        return probabilities / torch.stack(noise)
+
     @property
     def draws_own_noise(self) -> bool:
         """Whether the acceptance rule compares distributions, so that drafts must be drawn from q."""
@@ -80,14 +125,18 @@ class Pays(Protocol):
 class Budget:
     """How much a drafter may propose this round."""
 
-    # per row: deepest node that could still be committed; 0 asks for no draft
+    # per row: deepest node that may be proposed; 0 asks for no draft
     depth: list[int]
+    # per row: deepest node that has a position and could still be committed; passengers may use it all
+    room: list[int]
     # most nodes a row's tree may have besides its root
     nodes: int
     # whether branching drafts are of use; otherwise only the best chain is verified
     trees: bool
     # for drafters that pay per token: draft one more?
     pays: Pays
+    # plain steps that a forward over so many nodes a row takes here; None where nobody measures
+    cost: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +212,13 @@ class Draft:
                     row[node] = [child for child in row[node] if not riders[child]]
         return below
 
+    @cached_property
+    def drafted(self) -> list[list[int]]:
+        """Nodes that may be accepted, per row: all but the root and the passengers."""
+        if self.passenger is None:
+            return [list(range(1, len(row))) for row in self.tokens]
+        return [[node for node in range(1, len(row)) if not row[node]] for row in self.passenger]
+
     def keep(self, nodes: Sequence[Sequence[int]]) -> Draft:
         """The draft that holds only `nodes[b]` (ascending, root first, closed under parents) of each row."""
         if all(len(kept) == len(row) for kept, row in zip(nodes, self.tokens, strict=True)):
@@ -225,6 +281,9 @@ def check_draft(draft: Draft, roots: Sequence[int], vocab_size: int) -> None:
             )
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise DraftError(f"row {row} of the draft holds a token outside the vocabulary of {vocab_size}")
+        riders = draft.passenger[row] if draft.passenger is not None else [False] * len(tokens)
+        if any(riders[parent] and not rides for parent, rides in zip(draft.parents[row][1:], riders[1:], strict=True)):
+            raise DraftError(f"row {row} of the draft has a node that may be accepted below one that may not")
         confidence = draft.confidence[row] if draft.confidence is not None else []
         if not all(isinstance(value, (int, float)) and 0.0 <= value <= 1.0 for value in confidence):
             raise DraftError(f"confidences of row {row} of the draft must lie between 0 and 1")
@@ -245,13 +304,15 @@ def check_draft(draft: Draft, roots: Sequence[int], vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the target says about a draft."""
+    """What the target says about the drafts of the rows it still carries: k of them, finished ones may be gone."""
 
-    # [B, n, V]
+    # [k, n, V]
     logits: torch.Tensor
-    # [B, n, d], the last hidden state, where the drafter declares `needs_hidden`
+    # [k]: which row of the batch each is
+    rows: list[int]
+    # [k, n, d], the last hidden state, where the drafter declares `needs_hidden`
     hidden: torch.Tensor | None = None
-    # per layer [B, n, d] and [B, heads, n, keys], where the user asked for them
+    # per layer [k, n, d] and [k, heads, n, keys], where the user asked for them
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,27 @@ import torch
 from . import cache as kv
 from . import tree
 from .compat import CACHE_KEY
+from .halves import Halves
 from .structure import DENSE_MASKS, MaskKind, Support
 
 # Holes are squeezed out once they are more than this part of the slots
 MOST_HOLES = 0.25
+
+
+@dataclass
+class _Begun:
+    """Trees whose nodes have run through the layers below an exit, and wait for those above."""
+
+    halves: Halves
+    # per row, equally many; rows that had fewer are filled with copies of their root, which nothing sees
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    # places after the root's; 0 for what rows are filled with, since there may be no place after the root's
+    depths: list[list[int]]
+    # [B, p, d]: what the layers below the exit made of them
+    hidden: torch.Tensor
+    # per row: (parent, token) -> node
+    known: list[dict[tuple[int, int], int]]
 
 
 class CachedModel:
@@ -45,14 +63,17 @@ class CachedModel:
         self.cache = cache
         self.valid = padding
         self.next_position = list(next_position)
+        self.rows = list(range(len(self.next_position)))  # which rows of the batch it carries, in order
         self.slots = kv.slots(cache)
         self.capacity = kv.capacity(cache)
         self._width = 0
+        self._begun: _Begun | None = None
         self._with_positions = _takes_positions(model)
         # some models leave their window to the cache, which shows a block more than each of its tokens may see
-        self._masks_windows = support.trees and kv.has_windows(cache)
+        self.has_windows = kv.has_windows(cache)
+        self._masks_windows = support.trees and self.has_windows
         # holes need masks made from what slots hold; windows and static caches have no slots to spare for them
-        self._holes = support.trees and not kv.has_windows(cache) and self.capacity is None
+        self._holes = support.trees and not self.has_windows and self.capacity is None
 
     @classmethod
     def filled(cls, model: Any, support: Support, texts: Sequence[Sequence[int]]) -> tuple[CachedModel, torch.Tensor]:
@@ -78,31 +99,182 @@ class CachedModel:
         return len(self.next_position)
 
     def forward(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], **model_kwargs: Any) -> Any:
-        """Score a tree per row in one forward. Logits `[B, n, V]`; rows with fewer nodes are padded at the end."""
+        """Score a tree per row in one forward. Logits `[B, n, V]`; rows with fewer nodes are padded at the end.
+
+        What `forward_below` has begun is finished: only the layers above that exit run, unless more is asked for than
+        logits.
+        """
+        if self._begun is not None:
+            if not model_kwargs and self._can_finish(self._begun, tokens, parents):
+                return self._finish(tokens, parents)
+            self.abandon()
+        self._width = max(len(row) for row in tokens)
+        return self.model(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
+
+    def _inputs(
+        self,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        start: int = 0,
+        layers: range | None = None,
+        depths: Sequence[Sequence[int]] | None = None,
+    ) -> dict[str, Any]:
+        """Arguments of a forward over the nodes from `start` on, those before it being in the cache already.
+
+        Args:
+            tokens, parents: the whole trees.
+            start: the first node that runs.
+            layers: the layers that run, where not all do. They may hold other slots than the first layer, by which
+                models make their own masks, so their masks are made here.
+            depths: of the nodes, where they do not follow from the parents.
+        """
         width = max(len(row) for row in tokens)
         device = self.model.device
-        ids = torch.tensor([[*row, *[row[0]] * (width - len(row))] for row in tokens], device=device)
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: self.cache, **model_kwargs}
+        ids = torch.tensor([[*row, *[row[0]] * (width - len(row))][start:] for row in tokens], device=device)
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: self.cache}
         if self._with_positions:
             inputs["position_ids"] = torch.tensor(
                 [
-                    [start + depth for depth in tree.depths(row)] + [start] * (width - len(row))
-                    for start, row in zip(self.next_position, parents, strict=True)
+                    [at + depth for depth in [*row, *[0] * (width - len(row))][start:]]
+                    for at, row in zip(self.next_position, depths or map(tree.depths, parents), strict=True)
                 ],
                 device=device,
             )
         chains = all(tree.is_chain(row) for row in parents)
-        if width == 1 or (chains and not self._masks_windows):
+        if layers is None and (width == 1 or (chains and not self._masks_windows)):
             # the model's own causal mask; padding at the end of a row is seen by nothing
             if self.valid is not None:
                 inputs["attention_mask"] = torch.cat(
                     [self.valid, self.valid.new_ones(self.batch_size, width)], dim=1
                 ).long()
         else:
-            masks = {kind.key: self._tree_mask(kind, parents, width) for kind in self.support.masks}
+            masks = {kind.key: self._tree_mask(kind, parents, width, start, layers) for kind in self.support.masks}
             inputs["attention_mask"] = masks.get(None, masks)
-        self._width = width
-        return self.model(**inputs, return_dict=True)
+        return inputs
+
+    # ------------------------------------------------------------------ in two halves
+
+    def forward_below(
+        self, halves: Halves, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Run the next nodes of this round's trees through the layers below an exit: the exit's logits `[B, m, V]`.
+
+        The first call of a round brings the roots. Parents count the nodes of all calls; rows may bring fewer nodes
+        than others. `forward` goes on from there with the nodes that are verified.
+        """
+        return self._begin(halves, tokens, parents, halves.below).logits
+
+    def abandon(self) -> None:
+        """Forget what `forward_below` has begun."""
+        if self._begun is not None:
+            kv.drop_last(self.cache, len(self._begun.tokens[0]), self._begun.halves.exit_layer)
+            self._begun = None
+
+    def _begin(
+        self, halves: Halves, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], part: Any
+    ) -> Any:
+        begun = self._begun
+        if begun is None:
+            batch = range(self.batch_size)
+            begun = _Begun(
+                halves,
+                tokens=[[] for _ in batch],
+                parents=[[] for _ in batch],
+                depths=[[] for _ in batch],
+                hidden=torch.empty(0),
+                known=[{} for _ in batch],
+            )
+        start, width = len(begun.tokens[0]), max(map(len, tokens))
+        roots = [known[0] if known else new[0] for known, new in zip(begun.tokens, tokens, strict=True)]
+        all_tokens = [
+            [*known, *new, *[root] * (width - len(new))]
+            for known, new, root in zip(begun.tokens, tokens, roots, strict=True)
+        ]
+        all_parents = [
+            [*known, *new, *[0] * (width - len(new))] for known, new in zip(begun.parents, parents, strict=True)
+        ]
+        depths = [
+            [*known, *tree.depths(row)[start : start + len(new)], *[0] * (width - len(new))]
+            for known, row, new in zip(begun.depths, all_parents, tokens, strict=True)
+        ]
+        inputs = self._inputs(all_tokens, all_parents, start, range(halves.exit_layer), depths)
+        with halves.taken() as taken:
+            output = part(**inputs, **halves.quiet, return_dict=True)
+        hidden = taken.hidden
+        assert hidden is not None
+        for known, new, new_parents in zip(begun.known, tokens, parents, strict=True):
+            for index, (token, parent) in enumerate(zip(new, new_parents, strict=True)):
+                known[parent, token] = start + index
+        begun.tokens, begun.parents, begun.depths = all_tokens, all_parents, depths
+        begun.hidden = hidden if start == 0 else torch.cat([begun.hidden, hidden], dim=1)
+        self._begun = begun
+        return output
+
+    def _places(
+        self, begun: _Begun, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Where each node of these trees stands among those begun, and the tokens and parents that are not there yet.
+
+        Those are counted on after the ones begun, as `_begin` will place them.
+        """
+        start = len(begun.tokens[0])
+        places: list[list[int]] = []
+        missing: list[list[int]] = []
+        missing_parents: list[list[int]] = []
+        for known, row, row_parents in zip(begun.known, tokens, parents, strict=True):
+            at: list[int] = []
+            new: list[int] = []
+            new_parents: list[int] = []
+            for token, parent in zip(row, row_parents, strict=True):
+                above = -1 if parent < 0 else at[parent]
+                place = known.get((above, token))
+                if place is None:
+                    place = start + len(new)
+                    new.append(token)
+                    new_parents.append(above)
+                at.append(place)
+            places.append(at)
+            missing.append(new)
+            missing_parents.append(new_parents)
+        return places, missing, missing_parents
+
+    def _can_finish(self, begun: _Begun, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> bool:
+        """Whether those not begun yet have a slot, and all nodes saw what they must, or will.
+
+        A window shows the latest slots only, which is right where places and slots go together: in one chain.
+        """
+        start, missing_nodes = len(begun.tokens[0]), self._places(begun, tokens, parents)[2]
+        if self.capacity is not None and self.slots + start + max(map(len, missing_nodes)) > self.capacity:
+            return False
+        if not self.has_windows:
+            return True
+        return all(
+            depths[: len(known)] == list(range(len(known)))
+            and (not missing or missing == list(range(start - 1, start - 1 + len(missing))))
+            and (not missing or len(known) == start)
+            for depths, known, missing in zip(begun.depths, begun.known, missing_nodes, strict=True)
+        )
+
+    def _finish(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Any:
+        """Run the layers above the exit for these trees."""
+        begun = self._begun
+        assert begun is not None
+        halves = begun.halves
+        places, missing, missing_parents = self._places(begun, tokens, parents)
+        if any(missing):
+            self._begin(halves, missing, missing_parents, halves.below_headless)
+        height, width = len(begun.tokens[0]), max(len(row) for row in tokens)
+        if any(place != list(range(height)) for place in places):
+            index = torch.tensor([[*place, *[0] * (width - len(place))] for place in places])
+            kv.gather_block(self.cache, height, index, halves.exit_layer)
+            kv.drop_last(self.cache, height - width, halves.exit_layer)
+            index = index.to(begun.hidden.device)[..., None].expand(-1, -1, begun.hidden.shape[-1])
+            begun.hidden = begun.hidden.gather(1, index)
+        layers = range(halves.exit_layer, halves.num_layers)
+        with halves.given(begun.hidden):
+            output = halves.above(**self._inputs(tokens, parents, 0, layers), **halves.quiet, return_dict=True)
+        self._begun, self._width = None, width
+        return output
 
     def commit(self, kept: Sequence[Sequence[int]], idle: Collection[int] = ()) -> None:
         """Keep these nodes of each row of the last forward (ascending, root first) and drop the others.
@@ -117,6 +289,7 @@ class CachedModel:
         elif not ragged or self._holes:
             padded = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in rows])
             kv.gather_block(self.cache, self._width, padded)
+            kv.crop(self.cache, self._width - longest)
         if ragged and not self._holes:
             self._realign(rows, idle)
         else:
@@ -164,6 +337,7 @@ class CachedModel:
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         kv.select_rows(self.cache, rows)
+        self.rows = [self.rows[row] for row in rows]
         self.next_position = [self.next_position[row] for row in rows]
         if self.valid is not None:
             self.valid = self.valid[torch.tensor(list(rows), device=self.valid.device)]
@@ -205,10 +379,17 @@ class CachedModel:
 
     # ------------------------------------------------------------------ tree attention
 
-    def _tree_mask(self, kind: MaskKind, parents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-        """`[B, 1, n, keys]`: each node sees the past and its own ancestors, as far as the layer's window reaches."""
+    def _tree_mask(
+        self, kind: MaskKind, parents: Sequence[Sequence[int]], width: int, start: int, layers: range | None
+    ) -> torch.Tensor:
+        """`[B, 1, n, keys]`: each node sees the past and its own ancestors, as far as the layer's window reaches.
+
+        For the nodes from `start` on, as layers of this kind need it, of those that run.
+        """
         device = self.model.device
-        keys, first = kv.mask_size(self.cache, kind.layer, width)
+        reading = [layer for layer in kind.layers if layers is None or layer in layers]
+        # where no such layer runs, the mask is asked for but not read
+        keys, first = kv.mask_size(self.cache, (reading or kind.layers)[0], width - start)
         batch = len(parents)
         block = torch.zeros(batch, width, width, dtype=torch.bool)
         depth = torch.zeros(batch, width, dtype=torch.long)
@@ -217,14 +398,14 @@ class CachedModel:
             block[row, :n, :n] = torch.tensor(tree.ancestors(row_parents))
             depth[row, :n] = torch.tensor(tree.depths(row_parents))
         block |= torch.eye(width, dtype=torch.bool)  # padding sees itself, so that no row of the softmax is empty
-        past = (self.valid if self.valid is not None else self._all_valid())[:, None, first:].expand(-1, width, -1)
+        past = (self.valid if self.valid is not None else self._all_valid())[:, None].expand(-1, width, -1)
         if kind.window is not None:
             # slots of a windowed layer have no holes, so distances between slots are distances between positions
-            slot = torch.arange(first, self.slots)
+            slot = torch.arange(self.slots)
             near = self.slots + depth[:, :, None] - slot < kind.window
             past = past & near.to(device)
             block &= depth[:, :, None] - depth[:, None, :] < kind.window
-        allowed = torch.cat([past, block.to(device)], dim=-1)
+        allowed = torch.cat([past, block.to(device)], dim=-1)[:, start:, first:]
         if allowed.shape[-1] < keys:
             allowed = torch.nn.functional.pad(allowed, (0, keys - allowed.shape[-1]))
         allowed = allowed[:, None]

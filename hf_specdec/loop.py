@@ -55,11 +55,8 @@ class Decoding:
     transcript: Transcript
     context: Context
     target: CachedModel = field(init=False)
-    # rows the target still carries, in its order
-    carried: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.carried = list(range(self.context.batch_size))
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         pad = self.generation_config._pad_token_tensor
         self.pad_token = int(pad) if pad is not None else 0
@@ -88,7 +85,6 @@ class Decoding:
         scores = verify(
             self.target,
             draft,
-            self.carried,
             needs_hidden=self.drafter.needs_hidden,
             output_hidden_states=self.outputs.hidden_states is not None,
             output_attentions=self.outputs.attentions is not None,
@@ -109,7 +105,8 @@ class Decoding:
 
     def _prefill(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Scores:
         """The prompt's forward, as plain `generate` makes it; its last position is the first round's root."""
-        output = self.model._prefill(input_ids, self.generation_config, model_kwargs)
+        with self.drafter.watching():
+            output = self.model._prefill(input_ids, self.generation_config, model_kwargs)
         cache = output[CACHE_KEY]
         kv.record_past(cache, True)
         positions = model_kwargs.get("position_ids")
@@ -128,8 +125,11 @@ class Decoding:
             next_position=next_position,
         )
         self.stats.prompt_forwards = 1
+        with self._undisturbed():
+            self.drafter.attach(self.target)
         return Scores(
             logits=output.logits[:, -1:],
+            rows=list(self.target.rows),
             hidden=output.hidden_states[-1][:, -1:] if self.drafter.needs_hidden else None,
             hidden_states=output.hidden_states if self.outputs.hidden_states is not None else None,
             attentions=output.attentions if self.outputs.attentions is not None else None,
@@ -139,7 +139,11 @@ class Decoding:
         """The drafter's proposal, and the part of it that is verified."""
         context = self.context
         rooms = [self._room(row) for row in range(context.batch_size)]
+        # a static cache has so much room besides the root's
+        free = None if self.target.capacity is None else max(0, self.target.capacity - self.target.slots - 1)
         budget = self.controller.budget(rooms, self.support.trees)
+        if free is not None and free < budget.nodes:
+            budget = replace(budget, nodes=free, depth=[min(depth, free) for depth in budget.depth])
         proposal = Draft.empty(context.roots)
         if any(depth > 0 for depth in budget.depth):
             with self._undisturbed():
@@ -148,10 +152,8 @@ class Decoding:
             proposal = proposal.within(rooms)
             if not self.support.trees:
                 proposal = proposal.best_chain()
-        free = self.target.capacity
-        most_nodes = proposal.width - 1 if free is None else max(0, free - self.target.slots - 1)
         running = [not finished for finished in self.transcript.finished]
-        draft = self.controller.size(proposal, running, most_nodes)
+        draft = self.controller.size(proposal, running, proposal.width - 1 if free is None else free)
         if self.lockstep and self.pads_finished and any(self.transcript.finished):
             draft = self._with_padding(draft)
         return proposal, draft
@@ -185,7 +187,7 @@ class Decoding:
             return -1
         room = self.generation_config.max_length - self.transcript.lengths[row] - 1
         if self.position_limit is not None:
-            room = min(room, self.position_limit - 1 - self.target.next_position[self.carried.index(row)])
+            room = min(room, self.position_limit - 1 - self.target.next_position[self.target.rows.index(row)])
         return max(0, room)
 
     def _with_padding(self, draft: Draft) -> Draft:
@@ -215,12 +217,16 @@ class Decoding:
     def _walk(self, draft: Draft, scores: Scores, slots_before: int) -> Verdict:
         """From the root down, one committed token at a time, as plain decoding would have taken its steps."""
         transcript, batch = self.transcript, self.context.batch_size
-        place = {row: index for index, row in enumerate(self.carried)}
+        place = {row: index for index, row in enumerate(self.target.rows)}
         running = [not finished for finished in transcript.finished]
         paths: list[list[int]] = [[0] if row in place else [] for row in range(batch)]
         committed: list[list[int]] = [[] for _ in range(batch)]
         accepted = [0] * batch
-        walking = list(self.carried) if self.lockstep else [row for row in self.carried if not transcript.finished[row]]
+        walking = (
+            list(self.target.rows)
+            if self.lockstep
+            else [row for row in self.target.rows if not transcript.finished[row]]
+        )
         while walking:
             nodes: dict[int, int | None] = {}
             for length, group in self._groups(walking):
@@ -304,9 +310,9 @@ class Decoding:
 
     def _commit(self, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         """Keep the keys of root and accepted tokens, save those of the last committed token."""
-        kept = [verdict.kept[row] for row in self.carried]
+        kept = [verdict.kept[row] for row in self.target.rows]
         finished = self.transcript.finished
-        idle = set() if self.lockstep else {i for i, row in enumerate(self.carried) if finished[row]}
+        idle = set() if self.lockstep else {i for i, row in enumerate(self.target.rows) if finished[row]}
         if self.drafter.needs_hidden and scores.hidden is not None:
             last = [max(len(nodes) - 1, 0) for nodes in kept]
             self.context.hidden = scores.hidden[list(range(len(kept))), [k[i] for k, i in zip(kept, last, strict=True)]]
@@ -314,9 +320,7 @@ class Decoding:
             return
         self.target.commit(kept, idle)
         if idle and self.target.capacity is None:
-            stay = [i for i in range(len(kept)) if i not in idle]
-            self.target.select_rows(stay)
-            self.carried = [self.carried[i] for i in stay]
+            self.target.select_rows([i for i in range(len(kept)) if i not in idle])
 
     # ------------------------------------------------------------------ how the batch advances
 

@@ -16,6 +16,7 @@ from torch import nn
 from . import cache as kv
 from .compat import CACHE_KEY
 from .errors import UnsupportedCacheError, UnsupportedModelError
+from .halves import Halves
 
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
@@ -23,7 +24,13 @@ DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
 # what a model may raise when a forward is not made for it
 _FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError)
 # config entries about windows that the masks made here follow, or that only say which layers have one
-_KNOWN_WINDOWS = {"sliding_window", "max_window_layers", "use_sliding_window"}
+_KNOWN_WINDOWS = {
+    "sliding_window",
+    "max_window_layers",
+    "use_sliding_window",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,8 @@ class MaskKind:
 
     # key in the mask dictionary; None where the model takes a single mask
     key: str | None
-    # index of a layer that reads this mask
-    layer: int
+    # the layers that read this mask
+    layers: tuple[int, ...]
     # keys further back than this are invisible; None for full attention
     window: int | None
 
@@ -50,6 +57,7 @@ class Support:
 
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple, Support]] = WeakKeyDictionary()
+_known_halves: WeakKeyDictionary[nn.Module, dict[tuple, bool]] = WeakKeyDictionary()
 
 
 def support(model: Any) -> Support:
@@ -60,13 +68,41 @@ def support(model: Any) -> Support:
     """
     check_structure(model)
     config = model.config.get_text_config(decoder=True)
-    key = (config._attn_implementation, model.dtype, str(model.device), model.training)
-    per_model = _known.setdefault(model, {})
+    key, per_model = _state(model), _known.setdefault(model, {})
     if key not in per_model:
-        devices = [model.device] if model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with _own_generators(model):
             per_model[key] = _examine(model, config)
     return per_model[key]
+
+
+def halves_agree(model: Any, exit_layer: int) -> bool:
+    """Whether the layers below an exit and those above it, run one after the other, are the model.
+
+    Tested once per model, exit, attention back end, dtype and device.
+    """
+    abilities = support(model)
+    if not abilities.trees:
+        return False  # masks for the upper half must be given
+    key, per_model = (*_state(model), exit_layer), _known_halves.setdefault(model, {})
+    if key not in per_model:
+        with _own_generators(model), torch.no_grad():
+            reference = _Reference(model, model.config.get_text_config(decoder=True))
+            try:
+                per_model[key] = reference.halves_agree(abilities, Halves(model, exit_layer))
+            except (*_FOREIGN, UnsupportedModelError):
+                per_model[key] = False
+    return per_model[key]
+
+
+def _state(model: Any) -> tuple:
+    """What the answers of the tests may depend on."""
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    return attention, model.dtype, str(model.device), model.training
+
+
+def _own_generators(model: Any) -> Any:
+    """Leave the global generators alone inside."""
+    return torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
 
 
 def check_structure(model: Any) -> None:
@@ -143,21 +179,26 @@ def _mask_kinds(config: Any) -> tuple[tuple[MaskKind, ...], str | None]:
     if foreign:
         # such a window counts slots inside the model, and is wider than any text that the self-test could afford
         return (), f"a window that is not a sliding_window ({', '.join(foreign)})"
+    everywhere = tuple(range(config.num_hidden_layers))
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
         if getattr(config, "attention_chunk_size", None) is not None:
             return (), "chunked attention"
-        return (MaskKind(None, 0, window),), None
+        return (MaskKind(None, everywhere, window),), None
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         return (), f"layers of type {', '.join(sorted(map(str, unknown)))}"
     kinds = tuple(
-        MaskKind(kind, list(types).index(kind), window if kind == "sliding_attention" else None)
+        MaskKind(
+            kind,
+            tuple(index for index, other in enumerate(types) if other == kind),
+            window if kind == "sliding_attention" else None,
+        )
         for kind in sorted(set(types))
     )
     if len(kinds) == 1:
-        return (MaskKind(None, 0, kinds[0].window),), None
+        return (MaskKind(None, everywhere, kinds[0].window),), None
     return kinds, None
 
 
@@ -274,6 +315,26 @@ class _Reference:
         return (
             self._agree(first[[0, 2, 3]], self.long[:3])
             and self._agree(first[1], self.short[1])
+            and self._agree(after[0], self.long[3])
+        )
+
+    def halves_agree(self, support: Support, halves: Halves) -> bool:
+        """As `tree_agrees`; some run through the layers below the exit before it is known what is verified."""
+        runner = self._runner(support)
+        runner.forward_below(halves, [[self.root]], [[-1]])
+        if runner.has_windows:  # drafts are chains there
+            runner.forward_below(halves, [[self.a]], [[0]])
+            first = runner.forward([[self.root, self.a, self.b]], [[-1, 0, 1]]).logits[0]
+            runner.commit([[0, 1]])
+            after = runner.forward([[self.b, self.c]], [[-1, 0]]).logits[0]
+            return self._agree(first, self.long[:3]) and self._agree(after, self.long[2:])
+        runner.forward_below(halves, [[self.d, self.a]], [[0, 0]])
+        first = runner.forward([[self.root, self.a, self.b, self.d]], [[-1, 0, 1, 0]]).logits[0]
+        runner.commit([[0, 1, 2]])
+        after = runner.forward([[self.c]], [[-1]]).logits[0]
+        return (
+            self._agree(first[:3], self.long[:3])
+            and self._agree(first[3], self.short[1])
             and self._agree(after[0], self.long[3])
         )
 

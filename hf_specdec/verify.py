@@ -14,15 +14,12 @@ from .forward import CachedModel
 def verify(
     target: CachedModel,
     draft: Draft,
-    rows: Sequence[int],
     needs_hidden: bool = False,
     output_hidden_states: bool = False,
     output_attentions: bool = False,
 ) -> Scores:
-    """Score the trees of the given rows (those the target still carries, in its order).
-
-    Logits are `[len(rows), n, V]`.
-    """
+    """Score the trees of the rows that the target still carries, in its order."""
+    rows = target.rows
     model_kwargs: dict[str, Any] = {}
     if needs_hidden or output_hidden_states:
         model_kwargs["output_hidden_states"] = True
@@ -31,6 +28,7 @@ def verify(
     output = target.forward([draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], **model_kwargs)
     return Scores(
         logits=output.logits,
+        rows=list(rows),
         hidden=output.hidden_states[-1] if needs_hidden else None,
         hidden_states=output.hidden_states if output_hidden_states else None,
         attentions=output.attentions if output_attentions else None,

@@ -153,9 +153,43 @@ def test_a_drafter_is_asked_to_go_on_while_that_pays() -> None:
 
 def test_fixed_sizes() -> None:
     controller = FixedController(2)
-    assert controller.budget([9, 1, -1], trees=True).depth == [2, 1, -1]
+    budget = controller.budget([9, 1, -1], trees=True)
+    assert budget.depth == [2, 1, 0]
+    assert budget.room == [9, 1, 0]
     assert controller.size(chain([0.9] * 5), [True], most_nodes=9).width == 3
     assert controller.size(chain([0.9] * 5), [True], most_nodes=1).width == 2
+
+
+def with_passengers(drafted: int, riding: int, confidence: float = 0.9) -> Draft:
+    """A chain, and a chain of passengers beside it."""
+    return Draft(
+        tokens=[[1, *range(2, 2 + drafted), *range(50, 50 + riding)]],
+        parents=[[-1, *range(drafted), *([0, *range(drafted + 1, drafted + riding)] if riding else [])]],
+        confidence=[[1.0] + [confidence] * drafted + [0.0] * riding],
+        passenger=[[False] * (1 + drafted) + [True] * riding],
+    )
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_passengers_ride_all_or_none(adaptive: bool) -> None:
+    controller = AdaptiveController(measured(dict.fromkeys(range(1, 12), 1.0)), 4) if adaptive else FixedController(4)
+    for drafted in (0, 3):
+        whole = with_passengers(drafted, 5)
+        assert controller.size(whole, [True], most_nodes=9).tokens == whole.tokens
+        squeezed = controller.size(whole, [True], most_nodes=4)
+        assert squeezed.tokens == [whole.tokens[0][: 1 + drafted]]
+        assert not any(squeezed.passenger[0])
+    cut = controller.size(with_passengers(3, 5), [True], most_nodes=6)
+    assert cut.tokens == [[1, 2, 50, 51, 52, 53, 54]]
+    assert cut.parents == [[-1, 0, 0, 2, 3, 4, 5]]
+
+
+def test_passengers_count_in_the_cost_of_what_is_drafted() -> None:
+    """One drafted node costs a step of the staircase alone, and nothing where passengers have climbed it already."""
+    costs = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    controller = AdaptiveController(measured(costs), 4)
+    assert controller.size(with_passengers(1, 0, 0.6), [True], most_nodes=9).width == 1
+    assert controller.size(with_passengers(1, 2, 0.6), [True], most_nodes=9).width == 4
 
 
 def test_experience_is_kept_per_model_and_mode_and_fades() -> None:
@@ -165,7 +199,8 @@ def test_experience_is_kept_per_model_and_mode_and_fades() -> None:
     mine = experience_of(model, "a")
     assert experience_of(model, "a") is mine
     assert experience_of(model, "b") is not mine
-    assert experience_of(model, "b").costs is mine.costs
+    # some modes verify with a part of the model, so a forward costs something else there
+    assert experience_of(model, "b").costs is not mine.costs
     assert experience_of(other, "a").costs is not mine.costs
     for _ in range(90):
         mine.calibrator.observe(0.92, False)

@@ -27,7 +27,7 @@ def context_of(*texts: list[int]) -> Context:
 
 
 def budget(depth: int, rows: int = 1, trees: bool = True) -> Budget:
-    return Budget(depth=[depth] * rows, nodes=depth, trees=trees, pays=lambda chains: True)
+    return Budget(depth=[depth] * rows, room=[depth] * rows, nodes=depth, trees=trees, pays=lambda chains: True)
 
 
 def lookup(text: list[int], depth: int = 6, trees: bool = False, **config: Any) -> list[int]:
@@ -208,7 +208,7 @@ def test_the_assistant_stops_when_it_no_longer_pays() -> None:
         asked.append([list(chain) for chain in chains])
         return len(asked) < 3
 
-    draft = drafter.propose(context, Budget(depth=[9], nodes=9, trees=False, pays=pays))
+    draft = drafter.propose(context, Budget(depth=[9], room=[9], nodes=9, trees=False, pays=pays))
     assert len(draft.tokens[0]) == 1 + 3
     assert [len(chains[0]) for chains in asked] == [1, 2, 3]
     assert all(0.0 < confidence <= 1.0 for confidence in asked[-1][0])

@@ -2,6 +2,8 @@
 
 from .assistant import AssistantDrafter
 from .base import Drafter
+from .early_exit import EarlyExitDrafter
+from .lookahead import LookaheadDrafter
 from .prompt_lookup import PromptLookupDrafter
 
-__all__ = ["AssistantDrafter", "Drafter", "PromptLookupDrafter"]
+__all__ = ["AssistantDrafter", "Drafter", "EarlyExitDrafter", "LookaheadDrafter", "PromptLookupDrafter"]

@@ -103,36 +103,19 @@ class AssistantDrafter(Drafter):
         self, context: Context, logits: torch.Tensor, chains: list[list[int]]
     ) -> tuple[list[int], list[float], torch.Tensor | None]:
         """Next token and confidence of every row, and q `[B, V]` where tokens are drawn from it."""
-        probabilities = self._processed(context, logits[:, : self._shared_size].to(context.device), chains)
+        rows = range(context.batch_size)
+        probabilities = context.probabilities(logits[:, : self._shared_size], rows, chains)
         q = None
-        if context.draws_own_noise and self.config.draft_sampling == "tape":
+        if self.config.draft_sampling == "greedy":
+            tokens = probabilities.argmax(-1)
+        elif context.draws_own_noise:
             q = probabilities
             tokens = torch.multinomial(q, 1).squeeze(1)
-        elif context.tape is None or self.config.draft_sampling == "greedy":
-            tokens = probabilities.argmax(-1)
         else:
-            noise = [
-                torch.ones_like(probabilities[row])
-                if context.finished[row]
-                else context.tape.noise(context.step(row) + len(chain))[row, : self._shared_size]
-                for row, chain in enumerate(chains)
-            ]
-            tokens = (probabilities / torch.stack(noise)).argmax(-1)
+            steps = [context.step(row) + len(chain) for row, chain in enumerate(chains)]
+            tokens = context.coupled(probabilities, rows, steps).argmax(-1)
         confidence = probabilities.gather(1, tokens[:, None]).squeeze(1)
         return tokens.tolist(), confidence.tolist(), q
-
-    def _processed(self, context: Context, logits: torch.Tensor, chains: list[list[int]]) -> torch.Tensor:
-        """Probabilities `[B, V]` after the target's processors, where they may be replayed on drafts."""
-        selection = context.selection
-        if not selection.processors or not selection.is_row_wise:
-            return logits.float().softmax(-1)
-        if selection.is_context_free:
-            return selection.process(context.padded_prompts, logits.float(), None).softmax(-1)
-        rows = [
-            selection.process(context.input_ids(row, chain), logits[row : row + 1].float(), [row])
-            for row, chain in enumerate(chains)
-        ]
-        return torch.cat(rows).softmax(-1)
 
     # ------------------------------------------------------------------ keeping the cache aligned
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft import Budget, Context, Draft, Scores, Verdict
+from ..forward import CachedModel
 from ..sampling import Selection
 
 
@@ -17,9 +19,10 @@ class Drafter(CandidateGenerator, ABC):
     """Proposes token trees that the target verifies.
 
     A drafter can be wrong, it cannot be harmful: whatever it proposes, the target's own tokens are committed. So
-    it holds no rule of acceptance and never sees the target model.
+    it holds no rule of acceptance.
 
-    To write one, implement `propose`; `start` and `observe` are for drafters with a memory. It is also a
+    To write one, implement `propose`; `start` and `observe` are for drafters with a memory, `watching` and `attach`
+    for those that use the target itself. It is also a
     `CandidateGenerator` of transformers: `get_candidates` is its best chain, so transformers' own assisted decoding
     can drive it.
     """
@@ -33,6 +36,13 @@ class Drafter(CandidateGenerator, ABC):
 
     def start(self, context: Context) -> None:
         """A new call begins; `context` holds the prompts."""
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Entered around the forward over the prompts, for drafters that look into the target there."""
+        return nullcontext()
+
+    def attach(self, target: CachedModel) -> None:
+        """The prompts are in the target's cache. For drafters that draft with a part of the target."""
 
     @abstractmethod
     def propose(self, context: Context, budget: Budget) -> Draft:
@@ -63,7 +73,9 @@ class Drafter(CandidateGenerator, ABC):
             self._standalone = context
         context.tokens[0] = tokens
         size = self.num_candidate_tokens
-        draft = self.propose(context, Budget(depth=[size], nodes=size, trees=False, pays=lambda chains: True))
+        draft = self.propose(
+            context, Budget(depth=[size], room=[size], nodes=size, trees=False, pays=lambda chains: True)
+        )
         chain = draft.best_chain().tokens[0][1 : size + 1]
         extra = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat([input_ids, extra], dim=1), None  # type: ignore[return-value]

@@ -10,15 +10,11 @@ References: prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-
 from ..config import PromptLookupConfig
 from ..draft import Budget, Context, Draft
 from .base import Drafter
+from .votes import grow
 
-# Prior acceptance of the token after a match of so many tokens; the controller corrects it by what it sees
-_TRUST = (0.0, 0.15, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8)
-_TRUST_LONG = 0.9
 _LEAST_PROBABILITY = 0.04
 _MOST_OCCURRENCES = 48
 _MOST_BRANCHES = 2
@@ -93,50 +89,18 @@ class SuffixIndex:
 
     def tree(self, depth: int, nodes: int, branches: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents (counted with a root at 0) and confidences of the drafted nodes, best first."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        confidences: list[float] = []
-        # a frontier entry: (-path probability, node, tokens drafted on its path, occurrences that agree with it)
-        frontier: list[tuple[float, int, tuple[int, ...], list[tuple[int, int]]]] = []
-        matches = self.matches()
-        if matches:
-            frontier.append((-1.0, 0, (), matches))
-        while frontier and len(tokens) < nodes:
-            reached, node, drafted, occurrences = heappop(frontier)
-            if len(drafted) >= depth:
-                continue
-            for token, share, agreeing, length in self._votes(occurrences, drafted)[:branches]:
-                confidence = share * _trust(length + len(drafted))
-                if -reached * confidence < _LEAST_PROBABILITY or len(tokens) == nodes:
-                    break
-                tokens.append(token)
-                parents.append(node)
-                confidences.append(confidence)
-                heappush(frontier, (reached * confidence, len(tokens), (*drafted, token), agreeing))
-        return tokens, parents, confidences
-
-    def _votes(
-        self, occurrences: list[tuple[int, int]], drafted: tuple[int, ...]
-    ) -> list[tuple[int, float, list[tuple[int, int]], int]]:
-        """(token, share of the votes, occurrences behind it, their longest match), the largest share first."""
         text, end = self.text, len(self.text)
-        voters: dict[int, list[tuple[int, int]]] = {}
-        for position, length in occurrences:
+
+        def token_of(position: int, drafted: tuple[int, ...]) -> int:
             source = position + len(drafted)
             # an occurrence may run into the text being drafted: repetition repeats itself
-            token = text[source] if source < end else drafted[source - end]
-            voters.setdefault(token, []).append((position, length))
-        if len(voters) == 1:
-            ((token, agreeing),) = voters.items()
-            return [(token, 1.0, agreeing, max(length for _, length in agreeing))]
-        weights = {token: sum(4.0**length for _, length in agreeing) for token, agreeing in voters.items()}
-        total = sum(weights.values())
-        ranked = sorted(voters, key=lambda token: -weights[token])  # stable: the latest occurrence wins ties
-        return [
-            (token, weights[token] / total, voters[token], max(length for _, length in voters[token]))
-            for token in ranked
-        ]
+            return text[source] if source < end else drafted[source - end]
 
-
-def _trust(length: int) -> float:
-    return _TRUST[length] if length < len(_TRUST) else _TRUST_LONG
+        return grow(
+            self.matches(),
+            token_of,
+            depth=depth,
+            nodes=nodes,
+            branches=branches,
+            least_probability=_LEAST_PROBABILITY,
+        )

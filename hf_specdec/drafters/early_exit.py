@@ -1,0 +1,250 @@
+"""`early_exit`: the model's own first layers draft, and verification runs only the others.
+
+Draft = the first E layers, the final norm and the LM head. Their keys and hidden states are kept, so that verification
+runs the layers above E alone: a round with k drafted tokens runs the layers below the exit k + 1 times and those above
+it once. There is one cache, the model's, and no second prefill. Drafting stops when the exit's confidence, as the
+controller has come to know it, no longer pays for another token. Beside the likeliest token of every depth the next
+likeliest ones are drafted as leaves, which cost nothing until they are verified.
+
+It pays on models whose early layers were trained to predict (LayerSkip checkpoints); on others `exit_layer="auto"`
+declines. Where the two halves of a model, run one after the other, are not the model (see `structure.halves_agree`),
+the early layers draft with a cache of their own.
+
+References: LayerSkip (arXiv:2404.16710), Draft & Verify (arXiv:2309.08168).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..config import AssistantConfig, EarlyExitConfig
+from ..draft import Budget, Context, Draft, Scores, Verdict
+from ..errors import InvalidSettingError, UnsupportedModelError
+from ..forward import CachedModel
+from ..halves import Halves, Handover, find_layers, head_logits, watch
+from ..structure import halves_agree
+from .assistant import AssistantDrafter
+from .base import Drafter
+
+# exits that "auto" measures, as parts of the layers
+_EXITS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
+# positions of the prompts that a call measures, how far back they reach, and how many are enough for a model
+_POSITIONS, _REACH, _ENOUGH = 16, 256, 128
+# an exit must promise this much more than plain decoding
+_MARGIN = 1.1
+_LONGEST_DRAFT = 8
+
+# model -> exit -> [positions where it agreed with the model, positions measured]
+_agreement: WeakKeyDictionary[Any, dict[int, list[int]]] = WeakKeyDictionary()
+
+
+class EarlyExitDrafter(Drafter):
+    """Drafts with the first layers of the target itself.
+
+    Args:
+        model: the target.
+        config: settings.
+
+    Raises:
+        InvalidSettingError: the model has no such layer to exit from.
+        UnsupportedModelError: the model's first layers cannot be run by themselves.
+    """
+
+    def __init__(self, model: Any, config: EarlyExitConfig | None = None) -> None:
+        self.model, self.config = model, config or EarlyExitConfig()
+        _, layers = find_layers(model)
+        self.num_layers = len(layers)
+        self._layer_size = sum(weight.numel() for layer in layers for weight in layer.parameters()) / len(layers)
+        if self.config.exit_layer == "auto":
+            exits = {min(max(1, round(part * len(layers))), len(layers) - 1) for part in _EXITS} - {0}
+            self._exits = sorted(exits)
+        else:
+            self._exits = [self.config.exit_layer]
+        if not self._exits or self._exits[-1] >= len(layers):
+            raise InvalidSettingError(
+                f"exit_layer must be between 1 and {len(layers) - 1} for {type(model).__name__} with its "
+                f"{len(layers)} layers, got {self.config.exit_layer!r}."
+            )
+        self._measures = len(self._exits) > 1
+        # whether the layers' work on the draft can be taken over by verification
+        self._reuses = halves_agree(model, self._exits[0])
+        if not self._reuses:
+            self._with_own_cache(self._exits[0])  # raises where that cannot be done either
+        self._target: CachedModel | None = None
+        self._watched: dict[int, Handover] = {}
+        self._halves: Halves | None = None
+        self._own_cache: AssistantDrafter | None = None
+        self._decided = False
+
+    def start(self, context: Context) -> None:
+        self._target = self._halves = self._own_cache = None
+        self._decided = False
+        reach = min(_REACH, *context.prompt_lengths)
+        count = max(1, _POSITIONS // context.batch_size)
+        self._positions = [-1 - place * reach // count for place in range(min(count, reach))]
+
+    def watching(self) -> AbstractContextManager[Any]:
+        agreed = _agreement.get(self.model, {})
+        if not self._measures or all(agreed.get(exit_layer, [0, 0])[1] >= _ENOUGH for exit_layer in self._exits):
+            return nullcontext()
+        return watch(self.model, [*self._exits, self.num_layers], self._positions, self._watched)
+
+    def attach(self, target: CachedModel) -> None:
+        self._target = target
+        if self._watched:
+            self._measure()
+
+    @torch.no_grad()
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        if not self._decided:
+            self._decide(context, budget)
+        if self._own_cache is not None:
+            return self._own_cache.propose(context, budget)
+        if self._halves is None:
+            return Draft.empty(context.roots)
+        return self._draft(context, budget)
+
+    def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        if self._own_cache is not None:
+            self._own_cache.observe(context, draft, scores, verdict)
+
+    # ------------------------------------------------------------------ drafting with the target's cache
+
+    def _draft(self, context: Context, budget: Budget) -> Draft:
+        target, halves = self._target, self._halves
+        assert target is not None
+        assert halves is not None
+        rows = target.rows
+        room = {row: 0 if context.finished[row] else min(budget.depth[row], budget.nodes) for row in rows}
+        longest = max(room.values())
+        if longest <= 0:
+            return Draft.empty(context.roots)
+        # a window shows a node that comes late less than it must see; what is drawn from q is one chain
+        branches = budget.trees and not context.draws_own_noise and not target.has_windows
+        width = 1 + (self.config.num_alternatives if branches else 0)
+        tree = _GrowingTree(context)
+        columns: list[torch.Tensor] = []
+        logits = target.forward_below(halves, [[context.tokens[row][-1]] for row in rows], [[-1]] * len(rows))
+        for depth in range(1, longest + 1):
+            active = [row for row in rows if room[row] >= depth]
+            index = [rows.index(row) for row in active]
+            tokens, probabilities = self._pick(context, logits[index, -1], active, tree.chains, width)
+            if context.draws_own_noise and self.config.draft_sampling == "tape":
+                columns.append(_spread(probabilities, active, context.batch_size))
+            for i, row in enumerate(active):
+                tree.add(row, tokens[i], [float(probabilities[i, token]) for token in tokens[i]])
+            if depth == longest or not budget.pays([tree.chain_confidence[row] for row in rows if room[row] > 0]):
+                break
+            on = [row for row in active if room[row] > depth]
+            following = [[tree.chains[row][-1]] if row in on else [] for row in rows]
+            logits = target.forward_below(halves, following, [[depth - 1] * len(new) for new in following])
+        return tree.draft(torch.stack([columns[0], *columns], dim=1) if columns else None)
+
+    def _pick(
+        self, context: Context, logits: torch.Tensor, rows: Sequence[int], chains: Sequence[list[int]], width: int
+    ) -> tuple[list[list[int]], torch.Tensor]:
+        """The next `width` tokens of these rows, the best one first, and the exit's probabilities `[k, V]`."""
+        drafted = [chains[row] for row in rows]
+        probabilities = context.probabilities(logits, rows, drafted)
+        if self.config.draft_sampling == "greedy":
+            return probabilities.topk(width).indices.tolist(), probabilities
+        if context.draws_own_noise:
+            return torch.multinomial(probabilities, 1).tolist(), probabilities
+        steps = [context.step(row) + len(chain) for row, chain in zip(rows, drafted, strict=True)]
+        return context.coupled(probabilities, rows, steps).topk(width).indices.tolist(), probabilities
+
+    # ------------------------------------------------------------------ choosing an exit
+
+    def _measure(self) -> None:
+        """Count where each exit agreed with the model on the prompts."""
+        hidden = [self._watched[exit_layer].hidden for exit_layer in [*self._exits, self.num_layers]]
+        tuple_length = self._watched[self.num_layers].tuple_length
+        stacked = torch.stack([tensor.flatten(0, 1) for tensor in hidden if tensor is not None])
+        tokens = head_logits(self.model, Handover(stacked, tuple_length)).argmax(-1)
+        counts = _agreement.setdefault(self.model, {})
+        for exit_layer, own in zip(self._exits, tokens[:-1], strict=True):
+            known = counts.setdefault(exit_layer, [0, 0])
+            known[0] += int((own == tokens[-1]).sum())
+            known[1] += tokens.shape[1]
+        self._watched.clear()
+
+    def _decide(self, context: Context, budget: Budget) -> None:
+        """Choose the exit of this call, or none."""
+        self._decided = True
+        promises = {exit_layer: self._promise(exit_layer, budget) for exit_layer in self._exits}
+        best = max(self._exits, key=lambda exit_layer: promises[exit_layer])
+        # where nobody weighs costs, a draft is wanted whatever it costs
+        if self._measures and budget.cost is not None and promises[best] < _MARGIN:
+            return
+        if self._reuses and self._target is not None and halves_agree(self.model, best):
+            self._halves = Halves(self.model, best)
+        else:
+            self._own_cache = self._with_own_cache(best)
+            self._own_cache.start(context)
+
+    def _promise(self, exit_layer: int, budget: Budget) -> float:
+        """Expected speed-up at the best draft length, by the agreement measured and what forwards cost."""
+        agreed, seen = _agreement.get(self.model, {}).get(exit_layer, [0, 0])
+        acceptance = (agreed + 0.5) / (seen + 1.0)
+        # a step is bound by the weights it reads
+        head = self.model.get_output_embeddings().weight.numel()
+        whole = self.num_layers * self._layer_size + head
+        below, draft = exit_layer * self._layer_size / whole, (exit_layer * self._layer_size + head) / whole
+        best, reached, tokens = 0.0, 1.0, 1.0
+        for length in range(1, _LONGEST_DRAFT + 1):
+            reached *= acceptance
+            tokens += reached
+            forward = budget.cost(length + 1) if budget.cost is not None else 1.0
+            verification = below + (1.0 - below) * forward if self._reuses else forward
+            best = max(best, tokens / (length * draft + verification))
+        return best
+
+    def _with_own_cache(self, exit_layer: int) -> AssistantDrafter:
+        halves = Halves(self.model, exit_layer)
+        with torch.random.fork_rng(devices=[self.model.device] if self.model.device.type == "cuda" else []):
+            try:
+                with halves.taken():
+                    return AssistantDrafter(halves.below, AssistantConfig(draft_sampling=self.config.draft_sampling))
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(
+                    f"The first {exit_layer} layers of {type(self.model).__name__} cannot draft: {error} Use another "
+                    "speculative_mode."
+                ) from error
+
+
+class _GrowingTree:
+    """A chain per row, with leaves beside it."""
+
+    def __init__(self, context: Context) -> None:
+        batch = range(context.batch_size)
+        self.chains: list[list[int]] = [[] for _ in batch]
+        self.chain_confidence: list[list[float]] = [[] for _ in batch]
+        self._ends = [0 for _ in batch]  # node where each chain ends
+        self._tokens = [[root] for root in context.roots]
+        self._parents = [[-1] for _ in batch]
+        self._confidence = [[1.0] for _ in batch]
+
+    def add(self, row: int, tokens: Sequence[int], confidence: Sequence[float]) -> None:
+        """The first of these tokens goes on with the chain, the others are leaves beside it."""
+        end = len(self._tokens[row])
+        self._tokens[row] += tokens
+        self._parents[row] += [self._ends[row]] * len(tokens)
+        self._confidence[row] += [min(1.0, value) for value in confidence]
+        self._ends[row] = end
+        self.chains[row].append(tokens[0])
+        self.chain_confidence[row].append(confidence[0])
+
+    def draft(self, q: torch.Tensor | None) -> Draft:
+        return Draft(self._tokens, self._parents, confidence=self._confidence, q=q)
+
+
+def _spread(probabilities: torch.Tensor, rows: Sequence[int], batch_size: int) -> torch.Tensor:
+    """Probabilities `[k, V]` of some rows as `[B, V]`, zeros elsewhere."""
+    spread = probabilities.new_zeros(batch_size, probabilities.shape[1])
+    spread[list(rows)] = probabilities
+    return spread
