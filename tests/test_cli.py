@@ -53,7 +53,7 @@ def test_help(command, capsys):
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     if command:
-        assert f"most tokens to generate (default: {96 if command == ['demo'] else 128})" in text
+        assert f"most tokens to generate (default: {64 if command == ['demo'] else 128})" in text
         assert "seed that every call starts from (default: 0)" in text
         assert "None" not in text
         assert "False" not in text

@@ -27,7 +27,7 @@ def full_window(width: int, ngram_size: int, text: list[int], rounds: int = 12) 
         tokens, _ = window.nodes(text, width, first=1)
         node_tokens = [text[-1], *tokens]
         last = window.last_level(list(range(1, len(node_tokens))))
-        window.advance(text, [following(node_tokens[node]) for node in last], committed=1)
+        window.advance(text, [following(node_tokens[node]) for node in last], passed=1)
         text.append(following(text[-1]))
     return window
 
@@ -89,7 +89,7 @@ def test_window_columns_become_the_models_own_ngrams() -> None:
     assert (len(tokens), parents) == (11, [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7])
     node_tokens = [text[-1], *tokens]
     guesses = [following(node_tokens[node]) for node in window.last_level(list(range(1, 12)))]
-    ngrams = window.advance(text, guesses, committed=1)
+    ngrams = window.advance(text, guesses, passed=1)
     assert len(ngrams) == 4
     for column, (ngram, before) in enumerate(ngrams):
         assert len(ngram) == 4
@@ -106,7 +106,7 @@ def test_a_window_moves_on_by_what_was_committed() -> None:
     window.nodes(text, 5, first=1)
     window.levels = [[4, 10, 11, 12, 13], [20, 21, 22, 23, 24]]
     # level l, column i lies l + i places after the root; the root moves on by three places
-    assert len(window.advance(text, [30, 31, 32, 33, 34], committed=3)) == 5
+    assert len(window.advance(text, [30, 31, 32, 33, 34], passed=3)) == 5
     assert window.levels == [[22, 23, 24], [32, 33, 34]]
     window.nodes([3, 4, 9, 9, 9], 5, first=1)
     assert [level[:3] for level in window.levels] == [[9, 23, 24], [32, 33, 34]]
@@ -117,7 +117,7 @@ def test_a_window_of_one_column_guesses_too() -> None:
     text = [5, 11, 40]
     window = full_window(width=1, ngram_size=3, text=text)
     window.nodes(text, 1, first=1)
-    ((ngram, before),) = window.advance(text, [following(window.levels[-1][0])], committed=1)
+    ((ngram, before),) = window.advance(text, [following(window.levels[-1][0])], passed=1)
     assert ngram[0] == text[-1]
     assert ngram[2] == following(ngram[1])
     assert list(before) == text[-9:-1]

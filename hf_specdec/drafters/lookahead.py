@@ -94,7 +94,9 @@ class LookaheadDrafter(Drafter):
             depths = tree.depths(draft.parents[row])
             steps = [context.step(row) - len(committed) + depths[node] for node in last]
             guesses = self._guesses(context, scores.logits[index, last], row, steps)
-            for ngram, before in state.window.advance(until_root, guesses, len(committed)):
+            # a draw belongs to its step, so the window keeps its places; a greedy guess does not mind (as in the paper)
+            passed = 1 if context.tape is None else len(committed)
+            for ngram, before in state.window.advance(until_root, guesses, passed):
                 state.pool.add(ngram, before)
 
     @staticmethod
@@ -138,8 +140,8 @@ class WindowGain:
 
     @staticmethod
     def expected(width: int) -> float:
-        """Tokens a round gained by a window of this width, as measured on SmolLM2-135M (docs/choosing-a-mode.md)."""
-        return 0.02 * width
+        """Tokens a round gained by a window of this width, by what SmolLM2-135M gained (docs/choosing-a-mode.md)."""
+        return 0.01 * width
 
     def observe(self, committed: int, gained: int) -> None:
         """A round committed so many tokens, of which the text's n-grams would not have held so many."""
@@ -172,6 +174,8 @@ class WindowGain:
 
 class Window:
     """The Jacobi window of one row: `levels[l][i]` is a guess at the token l + i places after the root.
+
+    (Or further on, where it moves on by less than what was committed.)
 
     Args:
         ngram_size: N; a full window has N - 1 levels.
@@ -220,14 +224,14 @@ class Window:
         return [0, *riding][-width:]
 
     def advance(
-        self, text: Sequence[int], guesses: Sequence[int], committed: int
+        self, text: Sequence[int], guesses: Sequence[int], passed: int
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Take in the target's tokens after the last level, and move on by what was committed.
+        """Take in the target's tokens after the last level, and move on.
 
         Args:
             text: the text up to the root, as it was when the window was scored.
             guesses: the target's token after each node of the last level.
-            committed: tokens committed since.
+            passed: places to move on by.
 
         Returns:
             (n-gram, tokens before it) of every column, once the window is full.
@@ -243,9 +247,9 @@ class Window:
                 ngrams.append((ngram, tuple(line[max(0, at - _MOST_CONTEXT) : at])))
             del self.levels[0]
         self.levels.append(list(guesses))
-        # level l, column i is now l + i places after a root that lies `committed` places further on
-        passed = committed - 1 if full else committed
-        self.levels = [level[passed:] for level in self.levels]
+        # the level that left was one place
+        gone = passed - 1 if full else passed
+        self.levels = [level[gone:] for level in self.levels]
         return ngrams
 
 
