@@ -83,6 +83,9 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
 def record_past(cache: Cache, on: bool) -> None:
     """Let sliding windows keep what a rollback needs until the next commit, or stop doing so."""
     for layer in cache.layers:
+        if type(layer) in (DynamicSlidingWindowLayer, RecordingWindowLayer):
+            # the same layer, by a class that may record over several forwards (see `compat`)
+            layer.__class__ = RecordingWindowLayer if on else DynamicSlidingWindowLayer
         if hasattr(layer, "record_past"):
             layer.record_past = on
 
@@ -191,9 +194,6 @@ def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def new_cache(config: object) -> DynamicCache:
     """An empty growing cache for a model's text config, ready to roll back several forwards at once."""
     cache = DynamicCache(config=config)  # type: ignore[arg-type]
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[index] = RecordingWindowLayer(sliding_window=layer.sliding_window)
     record_past(cache, True)
     return cache
 

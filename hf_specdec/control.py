@@ -157,9 +157,12 @@ class Controller(Protocol):
         ...
 
     def observe(
-        self, proposal: Draft, verified: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float
+        self, proposal: Draft, verified: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float | None
     ) -> None:
-        """Learn from a round: the whole proposal, the part verified, what came of it, and what it cost."""
+        """Learn from a round: the whole proposal, the part verified, what came of it, and what it cost.
+
+        No `verify_seconds` where they do not tell what such a forward costs.
+        """
         ...
 
 
@@ -246,10 +249,11 @@ class AdaptiveController:
         )
 
     def observe(
-        self, proposal: Draft, verified: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float
+        self, proposal: Draft, verified: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float | None
     ) -> None:
-        rows = sum(bool(committed) for committed in verdict.committed)
-        self.costs.observe(rows, verified.width, verify_seconds)
+        if verify_seconds is not None:
+            rows = sum(bool(committed) for committed in verdict.committed)
+            self.costs.observe(rows, verified.width, verify_seconds)
         depth = max(max(tree.depths(parents)) for parents in proposal.parents)
         if depth:
             each = draft_seconds / depth

@@ -164,6 +164,11 @@ class CachedModel:
         """
         return self._begin(halves, tokens, parents, halves.below).logits
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next forward has only the layers above an exit to run."""
+        return self._begun is not None
+
     def abandon(self) -> None:
         """Forget what `forward_below` has begun."""
         if self._begun is not None:

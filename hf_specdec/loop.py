@@ -82,6 +82,8 @@ class Decoding:
         proposal, draft = self._propose()
         drafted = perf_counter()
         slots_before = self.target.slots
+        # what is left of a plain step that was begun says nothing about plain steps
+        is_rest = self.target.has_begun and draft.is_empty
         scores = verify(
             self.target,
             draft,
@@ -93,7 +95,8 @@ class Decoding:
         verified = perf_counter()
         verdict = self._walk(draft, scores, slots_before)
         self._commit(draft, scores, verdict)
-        self.controller.observe(proposal, draft, verdict, drafted - began, verified - drafted)
+        seconds = None if is_rest else verified - drafted
+        self.controller.observe(proposal, draft, verdict, drafted - began, seconds)
         with self._undisturbed():
             self.drafter.observe(self._shown(), draft, scores, verdict)
         self.stats.record_round(draft, verdict)

@@ -27,6 +27,12 @@ pytestmark = [
 COPY = "Say this again, word for word: the quick brown fox jumps over the lazy dog, and the lazy dog sleeps."
 CODE = "Repeat the code.\n\ndef area(width, height):\n    return width * height\n"
 OPEN = "Why is the sky blue?"
+# settings with which a mode drafts on this model, whether it pays or not
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "assistant": {"num_draft_tokens": 2},
+    "early_exit": {"num_draft_tokens": 2, "exit_layer": 15},
+    "lookahead": {"num_draft_tokens": 4, "window_size": 3, "ngram_size": 4},
+}
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
@@ -53,12 +59,12 @@ def encoded(tokenizer: Any, *texts: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("texts", [(CODE,), (COPY, OPEN, CODE)])
 @pytest.mark.parametrize("sampling", [{}, SAMPLING])
-@pytest.mark.parametrize("mode", ["prompt_lookup", "assistant"])
+@pytest.mark.parametrize("mode", hf_specdec.mode_names())
 def test_same_text_seed_for_seed(real: Any, texts: tuple[str, ...], sampling: dict[str, Any], mode: str) -> None:
     model, tokenizer, draft = real
-    asked: dict[str, Any] = {"speculative_mode": mode}
+    asked: dict[str, Any] = {"speculative_mode": mode, "speculative_config": _SETTINGS.get(mode)}
     if mode == "assistant":
-        asked |= {"assistant_model": draft, "speculative_config": {"num_draft_tokens": 2}}
+        asked["assistant_model"] = draft
     assert_same(model, encoded(tokenizer, *texts), asked, max_new_tokens=24, **sampling)
 
 

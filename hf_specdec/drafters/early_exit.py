@@ -192,7 +192,8 @@ class EarlyExitDrafter(Drafter):
         agreed, seen = _agreement.get(self.model, {}).get(exit_layer, [0, 0])
         acceptance = (agreed + 0.5) / (seen + 1.0)
         # a step is bound by the weights it reads
-        head = self.model.get_output_embeddings().weight.numel()
+        output = self.model.get_output_embeddings()
+        head = 0 if output is None else output.weight.numel()
         whole = self.num_layers * self._layer_size + head
         below, draft = exit_layer * self._layer_size / whole, (exit_layer * self._layer_size + head) / whole
         best, reached, tokens = 0.0, 1.0, 1.0
