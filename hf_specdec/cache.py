@@ -119,6 +119,8 @@ def mask_size(cache: Cache, layer_index: int, width: int) -> tuple[int, int]:
 def crop(cache: Cache, tokens: int) -> None:
     """Drop the last `tokens` slots of every row; trim sliding windows to their size."""
     for layer in cache.layers:
+        if not getattr(layer, "is_initialized", True):
+            continue  # a part of a model has layers that never run
         if isinstance(layer, StaticLayer):
             _shorten(layer, tokens)
         else:

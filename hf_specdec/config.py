@@ -183,8 +183,11 @@ def configure(target: Any, mode: str | None, config: dict[str, Any] | Speculativ
     generation_config = target
     if not isinstance(target, GenerationConfig):
         generation_config = copy.deepcopy(target.generation_config)
-    generation_config.speculative_mode = mode
-    generation_config.speculative_config = settings or None
+    for name, value in (("speculative_mode", mode), ("speculative_config", settings or None)):
+        if value is not None:
+            setattr(generation_config, name, value)
+        elif hasattr(generation_config, name):
+            delattr(generation_config, name)  # without this package an entry would be silently ignored
     # transformers drops custom entries on reload from a config it derived from the model's own
     generation_config._from_model_config = False
     if generation_config is not target:

@@ -31,15 +31,28 @@ _MARGIN = 1.1
 
 
 class CostModel:
-    """Seconds of a target forward over n nodes a row, from the forwards made so far."""
+    """Seconds of a target forward over n nodes a row, from the forwards made so far.
+
+    Measurements are forgotten after a while: a width that was measured in a bad moment would look too dear for ever,
+    since it would not be tried again.
+    """
+
+    MEMORY = 128  # forwards
 
     def __init__(self, device_type: str) -> None:
         self._prior = _PRIOR_COST["cpu" if device_type == "cpu" else "accelerator"]
         self._samples: dict[tuple[int, int], deque[float]] = {}
+        self._last_seen: dict[tuple[int, int], int] = {}
+        self._forwards = 0
 
     def observe(self, batch: int, width: int, seconds: float) -> None:
         """A forward over `width` nodes in each of `batch` rows took this long."""
-        self._samples.setdefault((batch, width), deque(maxlen=9)).append(seconds)
+        key = (batch, width)
+        self._samples.setdefault(key, deque(maxlen=9)).append(seconds)
+        self._forwards += 1
+        self._last_seen[key] = self._forwards
+        for old in [old for old, seen in self._last_seen.items() if self._forwards - seen >= self.MEMORY]:
+            del self._samples[old], self._last_seen[old]
 
     def seconds(self, batch: int, width: int) -> float:
         """Expected seconds of such a forward (in units of one plain step while nothing has been measured)."""

@@ -48,6 +48,10 @@ def mode_names() -> list[str]:
 
 def get_mode(name: Any) -> Mode:
     """The mode of this name. Raises `UnknownModeError`, which lists the known ones."""
+    if isinstance(name, type) and issubclass(name, Drafter):
+        raise UnknownModeError(
+            f"speculative_mode is the class {name.__name__}; pass an object of it: {name.__name__}(...)."
+        )
     if not isinstance(name, str) or name not in _modes:
         raise UnknownModeError(
             f"Unknown speculative_mode {name!r}. Known modes: {', '.join(mode_names())}; or pass a Drafter."

@@ -170,6 +170,19 @@ def with_passengers(drafted: int, riding: int, confidence: float = 0.9) -> Draft
     )
 
 
+def test_a_width_measured_in_a_bad_moment_is_tried_again() -> None:
+    """It looked too dear, so it is not verified, so it is not measured: what is known of it must fade."""
+    experience = measured({1: 1.0})
+    for width in range(2, 6):
+        experience.costs.observe(1, width, 60.0)
+    controller = AdaptiveController(experience, 4)
+    certain = chain([0.95] * 4)
+    assert controller.size(certain, [True], most_nodes=9).width == 1
+    for _ in range(CostModel.MEMORY):
+        experience.costs.observe(1, 1, 1.0)
+    assert controller.size(certain, [True], most_nodes=9).width == 5
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_passengers_ride_all_or_none(adaptive: bool) -> None:
     controller = AdaptiveController(measured(dict.fromkeys(range(1, 12), 1.0)), 4) if adaptive else FixedController(4)

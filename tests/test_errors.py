@@ -37,6 +37,11 @@ def refused(error: type[Exception], match: str, model: Any = None, inputs: Any =
 def test_unknown_mode_lists_the_known_ones() -> None:
     refused(errors.UnknownModeError, "'medussa'.*assistant.*prompt_lookup", speculative_mode="medussa")
     refused(errors.UnknownModeError, "7", speculative_mode=7)
+    refused(
+        errors.UnknownModeError,
+        r"class PromptLookupDrafter; pass an object",
+        speculative_mode=hf_specdec.PromptLookupDrafter,
+    )
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_where_the_mode_comes_from_and_what_wins() -> None:
     assert mode_used(generation_config=given) == ("prompt_lookup", 4)
     hf_specdec.configure(model, None)
     assert mode_used() == ("", 0)
+    assert not [name for name in vars(model.generation_config) if name.startswith("speculative_")]
 
 
 def test_settings_survive_saving_the_model(tmp_path: Any) -> None:

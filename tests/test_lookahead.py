@@ -57,7 +57,8 @@ def test_the_mask_of_a_small_window_is_the_drawing() -> None:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs["input_ids"].shape[1] == 12 and "attention_mask" in kwargs:  # not the prompt
+        mask = kwargs.get("attention_mask")
+        if kwargs["input_ids"].shape[1] == 12 and mask is not None and mask.dim() == 4:  # not the prompt
             seen.append((kwargs["attention_mask"], kwargs["position_ids"]))
 
     hook = model.register_forward_pre_hook(look, with_kwargs=True)
