@@ -1,9 +1,10 @@
 """A model in two halves: the layers below an exit, and those above it.
 
-The halves share the model's own modules; the model itself is neither changed nor hooked. Each half is a copy of the
+The halves share the model's own modules; the model itself is not changed. (Only `watch`, which looks at what leaves its
+layers in one forward, hooks them, for as long as that forward lasts.) Each half is a copy of the
 shells around the list of layers (the model object, its decoder) whose list ends at the exit, or starts with stand-ins
 that hand on the hidden state at the exit. Embeddings, masks and positions are made by the model's own code, so a half
-needs no knowledge of the architecture; `structure.check_halves` compares the two halves with the whole.
+needs no knowledge of the architecture; `structure.halves_agree` compares the two halves with the whole.
 
 Reference: LayerSkip (arXiv:2404.16710), which reuses keys and hidden states of the early layers in verification.
 """

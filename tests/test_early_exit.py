@@ -260,6 +260,21 @@ def test_auto_declines_where_no_exit_agrees() -> None:
     assert stats.draft_seconds < stats.verify_seconds
 
 
+def test_auto_declines_too_where_there_is_one_exit_only() -> None:
+    model = model_of("llama", num_hidden_layers=2)
+    drafter = EarlyExitDrafter(model)
+    stats = assert_same(model, prompt(length=20), {"speculative_mode": drafter}, max_new_tokens=12)
+    assert early_exit._agreement[model][1][1] == 16
+    assert drafter._halves is None
+    assert stats.total.drafted == 0
+
+
+def test_a_single_layer_has_no_exit() -> None:
+    model = model_of("llama", num_hidden_layers=1)
+    with pytest.raises(UnsupportedModelError, match="single layer"):
+        run(model, prompt(), max_new_tokens=4, speculative_mode="early_exit")
+
+
 def test_auto_stops_measuring_once_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(model_of("llama"))
     monkeypatch.setattr(early_exit, "_ENOUGH", 30)

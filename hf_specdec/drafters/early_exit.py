@@ -59,18 +59,22 @@ class EarlyExitDrafter(Drafter):
         self.model, self.config = model, config or EarlyExitConfig()
         _, layers = find_layers(model)
         self.num_layers = len(layers)
+        if self.num_layers < 2:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a single layer, so there is none to exit from. Use another "
+                "speculative_mode."
+            )
         self._layer_size = sum(weight.numel() for layer in layers for weight in layer.parameters()) / len(layers)
         if self.config.exit_layer == "auto":
-            exits = {min(max(1, round(part * len(layers))), len(layers) - 1) for part in _EXITS} - {0}
-            self._exits = sorted(exits)
+            self._exits = sorted({min(max(1, round(part * len(layers))), len(layers) - 1) for part in _EXITS})
         else:
             self._exits = [self.config.exit_layer]
-        if not self._exits or self._exits[-1] >= len(layers):
+        if self._exits[-1] >= len(layers):
             raise InvalidSettingError(
                 f"exit_layer must be between 1 and {len(layers) - 1} for {type(model).__name__} with its "
                 f"{len(layers)} layers, got {self.config.exit_layer!r}."
             )
-        self._measures = len(self._exits) > 1
+        self._measures = self.config.exit_layer == "auto"
         # whether the layers' work on the draft can be taken over by verification
         self._reuses = halves_agree(model, self._exits[0])
         if not self._reuses:
@@ -84,6 +88,7 @@ class EarlyExitDrafter(Drafter):
     def start(self, context: Context) -> None:
         self._target = self._halves = self._own_cache = None
         self._decided = False
+        self._watched.clear()  # an exception may have left what an earlier call saw
         reach = min(_REACH, *context.prompt_lengths)
         count = max(1, _POSITIONS // context.batch_size)
         self._positions = [-1 - place * reach // count for place in range(min(count, reach))]
@@ -136,8 +141,9 @@ class EarlyExitDrafter(Drafter):
             tokens, probabilities = self._pick(context, logits[index, -1], active, tree.chains, width)
             if context.draws_own_noise and self.config.draft_sampling == "tape":
                 columns.append(_spread(probabilities, active, context.batch_size))
-            for i, row in enumerate(active):
-                tree.add(row, tokens[i], [float(probabilities[i, token]) for token in tokens[i]])
+            confidence = probabilities.gather(1, tokens).tolist()
+            for row, picked, values in zip(active, tokens.tolist(), confidence, strict=True):
+                tree.add(row, picked, values)
             if depth == longest or not budget.pays([tree.chain_confidence[row] for row in rows if room[row] > 0]):
                 break
             on = [row for row in active if room[row] > depth]
@@ -147,16 +153,16 @@ class EarlyExitDrafter(Drafter):
 
     def _pick(
         self, context: Context, logits: torch.Tensor, rows: Sequence[int], chains: Sequence[list[int]], width: int
-    ) -> tuple[list[list[int]], torch.Tensor]:
-        """The next `width` tokens of these rows, the best one first, and the exit's probabilities `[k, V]`."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next tokens of these rows `[k, width]`, the best one first, and the exit's probabilities `[k, V]`."""
         drafted = [chains[row] for row in rows]
         probabilities = context.probabilities(logits, rows, drafted)
         if self.config.draft_sampling == "greedy":
-            return probabilities.topk(width).indices.tolist(), probabilities
+            return probabilities.topk(width).indices, probabilities
         if context.draws_own_noise:
-            return torch.multinomial(probabilities, 1).tolist(), probabilities
+            return torch.multinomial(probabilities, 1), probabilities
         steps = [context.step(row) + len(chain) for row, chain in zip(rows, drafted, strict=True)]
-        return context.coupled(probabilities, rows, steps).topk(width).indices.tolist(), probabilities
+        return context.coupled(probabilities, rows, steps).topk(width).indices, probabilities
 
     # ------------------------------------------------------------------ choosing an exit
 
