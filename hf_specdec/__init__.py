@@ -9,14 +9,23 @@ from .config import (
     AssistantConfig,
     EarlyExitConfig,
     LookaheadConfig,
+    MedusaModeConfig,
     PromptLookupConfig,
     SpeculativeConfig,
     configure,
 )
 from .draft import Budget, Context, Draft, Scores, Verdict
-from .drafters import AssistantDrafter, Drafter, EarlyExitDrafter, LookaheadDrafter, PromptLookupDrafter
+from .drafters import (
+    AssistantDrafter,
+    Drafter,
+    EarlyExitDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    PromptLookupDrafter,
+)
 from .errors import SpeculationError
 from .generation import SpeculativeGenerationMixin, install, uninstall
+from .heads import MedusaConfig, MedusaModel
 from .modes import Mode, Request, mode_names, register_mode
 from .sampling import NoiseTape
 from .stats import RowStats, SpeculationStats, record
@@ -32,6 +41,10 @@ __all__ = [
     "EarlyExitDrafter",
     "LookaheadConfig",
     "LookaheadDrafter",
+    "MedusaConfig",
+    "MedusaDrafter",
+    "MedusaModeConfig",
+    "MedusaModel",
     "Mode",
     "NoiseTape",
     "PromptLookupConfig",

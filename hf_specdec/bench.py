@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from .errors import (
+    AdapterError,
     ConfigurationError,
     IncompatibleVocabularyError,
     InvalidSettingError,
@@ -41,7 +42,7 @@ from .report import (
 from .stats import record
 
 # a mode that raises one of these cannot run here; anything else is a failure of the mode
-_REFUSALS = (ConfigurationError, UnsupportedError, IncompatibleVocabularyError)
+_REFUSALS = (AdapterError, ConfigurationError, UnsupportedError, IncompatibleVocabularyError)
 
 # called before every run: runs done, runs in all, what comes next
 Progress = Callable[[int, int, str], None]

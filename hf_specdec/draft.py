@@ -35,7 +35,7 @@ class Context:
     selection: Selection
     # [B, P]: the prompts as the processors see them, with their padding
     padded_prompts: torch.Tensor
-    # hidden states of the last committed positions, where the drafter asked for them: [B, d]
+    # what the LM head was given where it scored the last committed tokens, for drafters with `needs_hidden`: [B, d]
     hidden: torch.Tensor | None = None
 
     @property
@@ -310,7 +310,7 @@ class Scores:
     logits: torch.Tensor
     # [k]: which row of the batch each is
     rows: list[int]
-    # [k, n, d], the last hidden state, where the drafter declares `needs_hidden`
+    # [k, n, d], what the LM head was given, where the drafter declares `needs_hidden`
     hidden: torch.Tensor | None = None
     # per layer [k, n, d] and [k, heads, n, keys], where the user asked for them
     hidden_states: tuple[torch.Tensor, ...] | None = None

@@ -13,6 +13,8 @@
     │   ├── EmptyPromptError                    there is nothing to continue
     │   └── ContextLimitError                   there is no room for one more token
     ├── IncompatibleVocabularyError (ValueError)  draft and target do not share their tokens
+    ├── AdapterError (ValueError)               draft heads are missing, broken, or another model's
+    ├── TrainingDataError (ValueError)          prompts or stored answers cannot be trained on
     ├── DraftError (ValueError)                 a drafter returned something malformed
     ├── AnalysisError (ValueError)              a formula was asked outside its domain
     └── ModelWheelError                         the demo's model is not installed
@@ -76,6 +78,14 @@ class ContextLimitError(PromptError):
 
 class IncompatibleVocabularyError(SpeculationError, ValueError):
     """The draft model's tokens are not the target's."""
+
+
+class AdapterError(SpeculationError, ValueError):
+    """An adapter of draft heads is missing, broken, or made for another model."""
+
+
+class TrainingDataError(SpeculationError, ValueError):
+    """Prompts or stored answers that draft heads cannot be trained on."""
 
 
 class DraftError(SpeculationError, ValueError):

@@ -34,11 +34,12 @@ from .errors import (
     UnsupportedError,
     UnsupportedGenerationError,
 )
+from .heads import model as peft_method
 from .loop import decode
 from .modes import Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
 from .stats import publish
-from .structure import check_length, check_structure, support
+from .structure import check_last_hidden, check_length, check_structure, support
 
 NO_MODE = "none"
 
@@ -59,7 +60,11 @@ _KNOWN_MODEL_KWARGS = {
 
 
 def install() -> None:
-    """Make `speculative_mode=` work on every `generate` of transformers. Done by `import hf_specdec`; idempotent."""
+    """Make `speculative_mode=` work on every `generate` of transformers. Done by `import hf_specdec`; idempotent.
+
+    Adapters of draft heads are checked from now on wherever they are loaded.
+    """
+    peft_method.install()
     if hasattr(GenerationMixin.generate, "_specdec_original"):
         return
     original = GenerationMixin.generate
@@ -74,6 +79,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install`."""
+    peft_method.uninstall()
     original = getattr(GenerationMixin.generate, "_specdec_original", None)
     if original is not None:
         GenerationMixin.generate = original  # type: ignore[method-assign]
@@ -187,6 +193,8 @@ class _Call:
             arguments["stop_strings"] = None
         abilities = support(model)
         drafter = self.drafter or self.mode.build(Request(model, assistant_model), self.config)
+        if drafter.needs_hidden:
+            check_last_hidden(model)
         arguments["custom_generate"] = _Decoder(self, drafter, abilities, streamer)
         return self._without_mode(arguments)
 

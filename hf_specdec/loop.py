@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -19,6 +19,7 @@ from .control import Controller
 from .draft import Context, Draft, Scores, Verdict, check_draft
 from .drafters.base import Drafter
 from .forward import CachedModel
+from .last_hidden import LastHidden, watch_head
 from .sampling import NoiseTape, Selection, generator_state, set_generator_state
 from .stats import RowStats, SpeculationStats
 from .structure import Support
@@ -69,7 +70,8 @@ class Decoding:
         with self._undisturbed():
             self.drafter.start(self._shown())
         scores = self._prefill(input_ids, model_kwargs)
-        self._walk(Draft.empty(self.context.roots), scores, slots_before=0)
+        verdict = self._walk(Draft.empty(self.context.roots), scores, slots_before=0)
+        self._remember_hidden(scores, verdict)
         for row in self.stats.rows:
             row.tokens += 1
         self.stats.other_seconds += perf_counter() - started
@@ -108,7 +110,8 @@ class Decoding:
 
     def _prefill(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Scores:
         """The prompt's forward, as plain `generate` makes it; its last position is the first round's root."""
-        with self.drafter.watching():
+        watching = watch_head(self.model) if self.drafter.needs_hidden else nullcontext(LastHidden())
+        with self.drafter.watching(), watching as last:
             output = self.model._prefill(input_ids, self.generation_config, model_kwargs)
         cache = output[CACHE_KEY]
         kv.record_past(cache, True)
@@ -133,7 +136,7 @@ class Decoding:
         return Scores(
             logits=output.logits[:, -1:],
             rows=list(self.target.rows),
-            hidden=output.hidden_states[-1][:, -1:] if self.drafter.needs_hidden else None,
+            hidden=None if last.hidden is None else last.hidden[:, -1:],
             hidden_states=output.hidden_states if self.outputs.hidden_states is not None else None,
             attentions=output.attentions if self.outputs.attentions is not None else None,
         )
@@ -316,14 +319,25 @@ class Decoding:
         kept = [verdict.kept[row] for row in self.target.rows]
         finished = self.transcript.finished
         idle = set() if self.lockstep else {i for i, row in enumerate(self.target.rows) if finished[row]}
-        if self.drafter.needs_hidden and scores.hidden is not None:
-            last = [max(len(nodes) - 1, 0) for nodes in kept]
-            self.context.hidden = scores.hidden[list(range(len(kept))), [k[i] for k, i in zip(kept, last, strict=True)]]
+        self._remember_hidden(scores, verdict)
         if len(idle) == len(kept):
             return
         self.target.commit(kept, idle)
         if idle and self.target.capacity is None:
             self.target.select_rows([i for i in range(len(kept)) if i not in idle])
+
+    def _remember_hidden(self, scores: Scores, verdict: Verdict) -> None:
+        """Let the drafter see, of every row carried, the hidden state that gave its last committed token."""
+        if scores.hidden is None:
+            return
+        nodes = [verdict.kept[row][-1] if verdict.kept[row] else 0 for row in scores.rows]
+        picked = scores.hidden[list(range(len(nodes))), nodes]
+        if len(scores.rows) == self.context.batch_size:
+            self.context.hidden = picked
+        else:
+            assert self.context.hidden is not None
+            self.context.hidden = self.context.hidden.clone()
+            self.context.hidden[scores.rows] = picked
 
     # ------------------------------------------------------------------ how the batch advances
 
@@ -418,8 +432,6 @@ def decode(
     decoding.decide_pace(cache, returned or getattr(cache, "_is_user_defined", False))
     transcript = decoding.transcript
     try:
-        if drafter.needs_hidden:
-            model_kwargs["output_hidden_states"] = True
         decoding.run(input_ids, model_kwargs)
     finally:
         kv.record_past(cache, False)

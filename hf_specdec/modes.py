@@ -6,13 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .config import AssistantConfig, EarlyExitConfig, LookaheadConfig, PromptLookupConfig, SpeculativeConfig
+from .config import (
+    AssistantConfig,
+    EarlyExitConfig,
+    LookaheadConfig,
+    MedusaModeConfig,
+    PromptLookupConfig,
+    SpeculativeConfig,
+)
 from .drafters.assistant import AssistantDrafter
 from .drafters.base import Drafter
 from .drafters.early_exit import EarlyExitDrafter
 from .drafters.lookahead import LookaheadDrafter
+from .drafters.medusa import MedusaDrafter
 from .drafters.prompt_lookup import PromptLookupDrafter
 from .errors import ConflictingArgumentsError, UnknownModeError
+from .heads import find_heads
 
 
 @dataclass(frozen=True)
@@ -72,4 +81,11 @@ def _assistant(request: Request, config: AssistantConfig) -> Drafter:
 register_mode(Mode("assistant", AssistantConfig, _assistant, needs_assistant=True))
 register_mode(Mode("early_exit", EarlyExitConfig, lambda request, config: EarlyExitDrafter(request.model, config)))
 register_mode(Mode("lookahead", LookaheadConfig, lambda request, config: LookaheadDrafter(config)))
+register_mode(
+    Mode(
+        "medusa",
+        MedusaModeConfig,
+        lambda request, config: MedusaDrafter(find_heads(request.model, config.adapter), config),
+    )
+)
 register_mode(Mode("prompt_lookup", PromptLookupConfig, lambda request, config: PromptLookupDrafter(config)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from . import cache as kv
 from .compat import CACHE_KEY
 from .errors import UnsupportedCacheError, UnsupportedModelError
 from .halves import Halves
+from .last_hidden import watch_head
 
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
@@ -57,6 +58,7 @@ class Support:
 
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple, Support]] = WeakKeyDictionary()
+_shows_last_hidden: WeakSet[nn.Module] = WeakSet()
 _known_halves: WeakKeyDictionary[nn.Module, dict[tuple, bool]] = WeakKeyDictionary()
 
 
@@ -92,6 +94,21 @@ def halves_agree(model: Any, exit_layer: int) -> bool:
             except (*_FOREIGN, UnsupportedModelError):
                 per_model[key] = False
     return per_model[key]
+
+
+def check_last_hidden(model: Any) -> None:
+    """Raise `UnsupportedModelError` unless the model's LM head shows its last hidden states. Tested once per model."""
+    if model not in _shows_last_hidden:
+        with _own_generators(model), torch.no_grad(), watch_head(model) as last:
+            ids = torch.full((1, 2), model.config.get_text_config(decoder=True).vocab_size // 3, device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits
+        assert last.hidden is not None
+        if last.hidden.shape[:2] != logits.shape[:2]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} gives its LM head something else than a hidden state per token. Use another "
+                "speculative_mode."
+            )
+        _shows_last_hidden.add(model)
 
 
 def _state(model: Any) -> tuple:

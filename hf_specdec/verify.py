@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from .draft import Draft, Scores
 from .forward import CachedModel
+from .last_hidden import LastHidden, watch_head
 
 
 def verify(
@@ -21,15 +23,18 @@ def verify(
     """Score the trees of the rows that the target still carries, in its order."""
     rows = target.rows
     model_kwargs: dict[str, Any] = {}
-    if needs_hidden or output_hidden_states:
+    if output_hidden_states:
         model_kwargs["output_hidden_states"] = True
     if output_attentions:
         model_kwargs["output_attentions"] = True
-    output = target.forward([draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], **model_kwargs)
+    with watch_head(target.model) if needs_hidden else nullcontext(LastHidden()) as last:
+        output = target.forward(
+            [draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], **model_kwargs
+        )
     return Scores(
         logits=output.logits,
         rows=list(rows),
-        hidden=output.hidden_states[-1] if needs_hidden else None,
+        hidden=last.hidden,
         hidden_states=output.hidden_states if output_hidden_states else None,
         attentions=output.attentions if output_attentions else None,
     )

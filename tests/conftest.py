@@ -11,9 +11,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from peft import inject_adapter_in_model
 
 import hf_specdec
+from hf_specdec.heads import MedusaConfig, find_heads
 from hf_specdec.testing import ScriptedDrafter, tiny_model
+from hf_specdec.training.data import DataSettings, answer
+from hf_specdec.training.train import HeadsInTraining, Positions, TrainingSettings
 
 torch.set_num_threads(1)  # tiny models: threads only get in one another's way
 
@@ -32,6 +36,44 @@ def model_of(name: str = "llama", **settings: Any) -> Any:
     if key not in _models:
         _models[key] = tiny_model(name, **settings)
     return _models[key]
+
+
+def model_with_heads(name: str = "llama", head_type: str = "sequential", **settings: Any) -> Any:
+    """A tiny model of its own with Medusa heads that were fitted to what it says to `prompt`. Made once."""
+    key = ("heads", name, head_type, *sorted((k, str(v)) for k, v in settings.items()))
+    if key not in _models:
+        _models[key] = add_heads(tiny_model(name, **settings), head_type)
+    return _models[key]
+
+
+def add_heads(model: Any, head_type: str = "sequential", fitted: bool = True, **config: Any) -> Any:
+    """Put an adapter of heads into a model: fitted to what it says to `prompt`, or random. Returns the model."""
+    inject_adapter_in_model(MedusaConfig(head_type=head_type, **{"num_heads": 3, **config}), model)
+    heads = find_heads(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in heads.heads.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    if fitted:
+        texts = prompt(3, padding=3, repeat=True)
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(texts["input_ids"], texts["attention_mask"], strict=True)
+        ]
+        said = answer(model, prompts, DataSettings(max_new_tokens=40), do_sample=False, seed=0)
+        answers = {
+            part: torch.cat([getattr(one, part) for one in said])
+            for part in ("tokens", "hidden", "label_tokens", "label_probabilities")
+        }
+        answers["lengths"] = torch.tensor([len(one.tokens) for one in said])
+        positions = Positions(answers, heads.num_heads, torch.arange(heads.vocab_size))
+        batch = positions.__getitems__(range(len(positions)))
+        training = HeadsInTraining(heads, TrainingSettings())
+        optimizer = torch.optim.Adam(training.parameters(), lr=0.01)
+        for _ in range(60):
+            optimizer.zero_grad()
+            training(**batch)["loss"].backward()
+            optimizer.step()
+    return model
 
 
 def prompt(batch: int = 1, length: int = 12, padding: int = 0, repeat: bool = False, seed: int = 1) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, assert_unchanged, model_of, prompt, run, snapshot
+from conftest import assert_same, assert_unchanged, model_of, model_with_heads, prompt, run, snapshot
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
@@ -27,6 +27,11 @@ def speculation(mode: str, name: str, **config: Any) -> dict[str, Any]:
         asked["assistant_model"] = model_of(name, num_hidden_layers=2)
     asked["speculative_config"] = {"num_draft_tokens": 5, **_SETTINGS.get(mode, {}), **config}
     return asked
+
+
+def target(mode: str, name: str, **settings: Any) -> Any:
+    """The model that a mode is tried on."""
+    return (model_with_heads if mode == "medusa" else model_of)(name, **settings)
 
 
 @pytest.fixture(params=MODES)
@@ -85,7 +90,7 @@ class Collect:
 def test_same_text(mode: str, name: str, batch: int, do_sample: bool) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1} if do_sample else {}
     assert_same(
-        model_of(name),
+        target(mode, name),
         prompt(batch, padding=3, repeat=True),
         speculation(mode, name),
         max_new_tokens=30,
@@ -97,11 +102,11 @@ def test_same_text(mode: str, name: str, batch: int, do_sample: bool) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_same_text_sized_by_the_controller(mode: str, name: str, batch: int) -> None:
     asked = {**speculation(mode, name), "speculative_config": None}
-    assert_same(model_of(name), prompt(batch, padding=2, repeat=True), asked, max_new_tokens=24)
+    assert_same(target(mode, name), prompt(batch, padding=2, repeat=True), asked, max_new_tokens=24)
 
 
 def test_an_eos_inside_a_draft_ends_the_row(mode: str, name: str) -> None:
-    model, inputs = model_of(name), prompt(2, padding=2, repeat=True)
+    model, inputs = target(mode, name), prompt(2, padding=2, repeat=True)
     plain, _ = run(model, inputs, max_new_tokens=30)
     # make tokens that the texts hold end-of-sequence tokens: rows end at different times, drafts run past them
     several = sorted({int(plain[0, 12 + 9]), int(plain[1, 12 + 17])})
@@ -111,14 +116,14 @@ def test_an_eos_inside_a_draft_ends_the_row(mode: str, name: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 def test_max_length_inside_a_draft(mode: str, name: str, length: int) -> None:
-    assert_same(model_of(name), prompt(repeat=True), speculation(mode, name), max_new_tokens=length)
+    assert_same(target(mode, name), prompt(repeat=True), speculation(mode, name), max_new_tokens=length)
 
 
 def test_streamer_gets_every_token(mode: str, name: str) -> None:
     streamer, plain_streamer = Collect(), Collect()
     inputs = prompt(repeat=True)
-    run(model_of(name), inputs, max_new_tokens=20, streamer=plain_streamer)
-    run(model_of(name), inputs, max_new_tokens=20, streamer=streamer, **speculation(mode, name))
+    run(target(mode, name), inputs, max_new_tokens=20, streamer=plain_streamer)
+    run(target(mode, name), inputs, max_new_tokens=20, streamer=streamer, **speculation(mode, name))
     assert streamer.got == plain_streamer.got
     assert streamer.ended == 1
 
@@ -129,14 +134,14 @@ def test_custom_criterion_stops_at_the_very_token(mode: str, name: str, batch: i
         plain, ours = StopAt(length), StopAt(length)
         inputs = prompt(batch, padding=2, repeat=True)
         expected, _ = run(
-            model_of(name),
+            target(mode, name),
             inputs,
             max_new_tokens=30,
             eos_token_id=None,
             stopping_criteria=StoppingCriteriaList([plain]),
         )
         output, _ = run(
-            model_of(name),
+            target(mode, name),
             inputs,
             max_new_tokens=30,
             eos_token_id=None,
@@ -154,7 +159,7 @@ def test_stateful_processor_sees_every_token_once(mode: str, name: str, batch: i
     for asked in ({}, speculation(mode, name)):
         processor = Counting()
         output, _ = run(
-            model_of(name), inputs, max_new_tokens=24, logits_processor=LogitsProcessorList([processor]), **asked
+            target(mode, name), inputs, max_new_tokens=24, logits_processor=LogitsProcessorList([processor]), **asked
         )
         outputs.append(output.tolist())
         seen.append([ids.tolist() for ids in processor.seen])
@@ -168,7 +173,7 @@ def test_prefix_allowed_tokens_fn(mode: str, name: str, batch: int) -> None:
         return [3 + row, 4 + row, 5, 6, 7 + int(ids[-1]) % 3]
 
     assert_same(
-        model_of(name),
+        target(mode, name),
         prompt(batch, repeat=True),
         speculation(mode, name),
         max_new_tokens=20,
@@ -179,7 +184,7 @@ def test_prefix_allowed_tokens_fn(mode: str, name: str, batch: int) -> None:
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_guidance_scale(mode: str, name: str, do_sample: bool) -> None:
     assert_same(
-        model_of(name),
+        target(mode, name),
         prompt(1, repeat=True),
         speculation(mode, name),
         max_new_tokens=16,
@@ -189,7 +194,7 @@ def test_guidance_scale(mode: str, name: str, do_sample: bool) -> None:
 
 
 def test_rows_finish_at_different_times_and_pad_as_plain_does(mode: str, name: str) -> None:
-    model, inputs = model_of(name), prompt(4, padding=1, repeat=True)
+    model, inputs = target(mode, name), prompt(4, padding=1, repeat=True)
     plain, _ = run(model, inputs, max_new_tokens=40, eos_token_id=None)
     eos = [int(plain[0, 12 + 4]), int(plain[2, 12 + 11])]
     output, _ = run(model, inputs, max_new_tokens=40, eos_token_id=eos)
@@ -200,7 +205,7 @@ def test_rows_finish_at_different_times_and_pad_as_plain_does(mode: str, name: s
 
 
 def test_two_calls_in_a_row_leave_the_model_as_it_was(mode: str, name: str) -> None:
-    model = model_of(name)
+    model = target(mode, name)
     before = snapshot(model)
     for length in (9, 14):
         assert_same(model, prompt(length=length, repeat=True), speculation(mode, name), max_new_tokens=12)
@@ -208,12 +213,12 @@ def test_two_calls_in_a_row_leave_the_model_as_it_was(mode: str, name: str) -> N
 
 
 def test_static_cache(mode: str, name: str) -> None:
-    model, inputs = model_of(name), prompt(3, padding=2, repeat=True)
+    model, inputs = target(mode, name), prompt(3, padding=2, repeat=True)
     # the window of the sliding models is smaller than the text: what left it cannot be brought back
     if getattr(model.config, "sliding_window", None) is not None:
         with pytest.raises(UnsupportedCacheError, match="StaticSlidingWindowLayer"):
             run(model, inputs, max_new_tokens=20, cache_implementation="static", **speculation(mode, name))
-        model = model_of(name, sliding_window=64)
+        model = target(mode, name, sliding_window=64)
     if name == "falcon_alibi":
         # falcon builds its alibi from a 2-D mask, and a static cache comes with a 4-D one
         with pytest.raises(ValueError, match="unpack"):
@@ -232,7 +237,7 @@ def test_static_cache(mode: str, name: str) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_num_return_sequences(mode: str, name: str, batch: int) -> None:
     assert_same(
-        model_of(name),
+        target(mode, name),
         prompt(batch, padding=2),
         speculation(mode, name),
         max_new_tokens=14,
@@ -244,7 +249,7 @@ def test_num_return_sequences(mode: str, name: str, batch: int) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_back_ends(mode: str, attention: str) -> None:
     for name in ("llama", "gemma3", "gpt2"):
-        model = model_of(name, attn_implementation=attention)
+        model = target(mode, name, attn_implementation=attention)
         assert model.config._attn_implementation == attention
         assert_same(model, prompt(2, padding=3, repeat=True), speculation(mode, name), max_new_tokens=24)
 
@@ -254,9 +259,9 @@ def test_attention_back_ends(mode: str, attention: str) -> None:
 def test_returned_dict_is_that_of_plain_generate(mode: str, name: str, batch: int, cache: str | None) -> None:
     if cache == "static" and name == "falcon_alibi":
         pytest.skip("plain generate does not run falcon with alibi on a static cache (see test_static_cache)")
-    model = model_of(name, attn_implementation="eager")
+    model = target(mode, name, attn_implementation="eager")
     if cache == "static" and getattr(model.config, "sliding_window", None) is not None:
-        model = model_of(name, attn_implementation="eager", sliding_window=64)
+        model = target(mode, name, attn_implementation="eager", sliding_window=64)
     inputs = prompt(batch, padding=2, repeat=True)
     wanted = {
         "return_dict_in_generate": True,
@@ -287,7 +292,7 @@ def test_returned_dict_is_that_of_plain_generate(mode: str, name: str, batch: in
 def test_returned_cache_can_be_continued(mode: str, name: str) -> None:
     from hf_specdec.compat import CACHE_KEY
 
-    model, inputs = model_of(name), prompt(repeat=True)
+    model, inputs = target(mode, name), prompt(repeat=True)
     wanted = {"return_dict_in_generate": True, "max_new_tokens": 11}
     results = []
     for asked in ({}, speculation(mode, name)):
@@ -301,7 +306,7 @@ def test_returned_cache_can_be_continued(mode: str, name: str) -> None:
 
 
 def test_settings_travel_with_the_generation_config(mode: str, tmp_path: Any) -> None:
-    model = model_of("llama")
+    model = target(mode, "llama")
     asked = speculation(mode, "llama")
     generation_config = GenerationConfig(max_new_tokens=12, pad_token_id=0, eos_token_id=2, bos_token_id=1)
     hf_specdec.configure(generation_config, mode, {"num_draft_tokens": 3})
@@ -323,7 +328,7 @@ def test_settings_travel_with_the_generation_config(mode: str, tmp_path: Any) ->
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_greedy_text_does_not_depend_on_the_lossless_rule(mode: str, name: str, acceptance: str) -> None:
     assert_same(
-        model_of(name),
+        target(mode, name),
         prompt(2, padding=2, repeat=True),
         speculation(mode, name, acceptance=acceptance),
         max_new_tokens=20,
@@ -335,21 +340,21 @@ def test_greedy_text_does_not_depend_on_the_lossless_rule(mode: str, name: str, 
 def test_other_rules_sample_without_breaking(mode: str, name: str, acceptance: str) -> None:
     asked = speculation(mode, name, acceptance=acceptance)
     inputs = prompt(2, padding=2, repeat=True)
-    first, _ = run(model_of(name), inputs, max_new_tokens=20, do_sample=True, eos_token_id=None, **asked)
-    second, _ = run(model_of(name), inputs, max_new_tokens=20, do_sample=True, eos_token_id=None, **asked)
+    first, _ = run(target(mode, name), inputs, max_new_tokens=20, do_sample=True, eos_token_id=None, **asked)
+    second, _ = run(target(mode, name), inputs, max_new_tokens=20, do_sample=True, eos_token_id=None, **asked)
     assert first.shape == (2, 32)
     assert first.tolist() == second.tolist()
 
 
 def test_the_generate_call_works_from_bos_alone(mode: str) -> None:
-    assert_same(model_of("llama"), {}, speculation(mode, "llama"), max_new_tokens=10)
+    assert_same(target(mode, "llama"), {}, speculation(mode, "llama"), max_new_tokens=10)
 
 
 def test_drives_transformers_own_assisted_decoding(mode: str) -> None:
     """Every drafter is a `CandidateGenerator`: the loop of transformers takes it for its own."""
     from hf_specdec.modes import Request, get_mode
 
-    model = model_of("llama")
+    model = target(mode, "llama")
     inputs = prompt(repeat=True)
     expected, _ = run(model, inputs, max_new_tokens=20)
     registered = get_mode(mode)
@@ -363,7 +368,7 @@ def test_drives_transformers_own_assisted_decoding(mode: str) -> None:
             return drafter
 
     driven = Driven(model.config).eval()
-    driven.load_state_dict(model.state_dict())
+    driven.load_state_dict(model.state_dict(), strict=False)  # without heads, where there are some
     driven.generation_config = model.generation_config
     output, _ = run(driven, inputs, max_new_tokens=20, prompt_lookup_num_tokens=3)
     assert asked

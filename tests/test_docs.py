@@ -138,14 +138,16 @@ EXPECTED = {
     "generate.py": ["greedy", "sampled"],
     "in_a_pipeline.py": ["pipeline"],
     "own_drafter.py": ["bigram"],
+    "train_heads.py": ["medusa"],
 }
+ELSEWHERE = {"push_and_pull.py"}  # needs a Hub: see test_hub.py
 
 
 def test_every_example_is_tested() -> None:
-    assert [path.name for path in EXAMPLES] == sorted(EXPECTED)
+    assert {path.name for path in EXAMPLES} == EXPECTED.keys() | ELSEWHERE
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=named)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.name in EXPECTED], ids=named)
 @pytest.mark.filterwarnings("ignore:You seem to be using the pipelines sequentially")
 def test_examples(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     with hf_specdec.record() as stats:
@@ -154,7 +156,7 @@ def test_examples(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert [name for name, _, _ in results] == EXPECTED[path.name], printed
     assert all(identical == "yes" for _, identical, _ in results), printed
     assert all(float(length) >= 1.0 for _, _, length in results), printed
-    assert stats.calls == len(EXPECTED[path.name]), "the example was meant to speculate"
+    assert stats.calls >= len(EXPECTED[path.name]), "the example was meant to speculate"
 
 
 def test_the_drafter_of_the_example_is_registered_as_a_mode(
@@ -219,7 +221,7 @@ def test_every_setting_is_explained() -> None:
 
 def test_the_architecture_names_every_file() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for folder in (ROOT / "hf_specdec", ROOT / "hf_specdec" / "drafters"):
+    for folder in (ROOT / "hf_specdec", *(ROOT / "hf_specdec" / name for name in ("drafters", "heads", "training"))):
         for file in folder.glob("*.py"):
             assert f"`{file.name}`" in text, file.name
 

@@ -4,6 +4,14 @@ from .assistant import AssistantDrafter
 from .base import Drafter
 from .early_exit import EarlyExitDrafter
 from .lookahead import LookaheadDrafter
+from .medusa import MedusaDrafter
 from .prompt_lookup import PromptLookupDrafter
 
-__all__ = ["AssistantDrafter", "Drafter", "EarlyExitDrafter", "LookaheadDrafter", "PromptLookupDrafter"]
+__all__ = [
+    "AssistantDrafter",
+    "Drafter",
+    "EarlyExitDrafter",
+    "LookaheadDrafter",
+    "MedusaDrafter",
+    "PromptLookupDrafter",
+]

@@ -27,7 +27,7 @@ class Drafter(CandidateGenerator, ABC):
     can drive it.
     """
 
-    # whether `Context.hidden` should hold the target's last hidden states
+    # whether `Context.hidden` should hold what the target's LM head was given
     needs_hidden: ClassVar[bool] = False
 
     # how many tokens `get_candidates` proposes

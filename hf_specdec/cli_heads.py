@@ -1,0 +1,173 @@
+"""The command line's part about draft heads: `hf-specdec train-heads` and `hf-specdec convert`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from .errors import AdapterError, ConfigurationError
+
+
+def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
+    """Add the commands to a parser's subparsers."""
+    _add_train(commands, formatter)
+    _add_convert(commands, formatter)
+
+
+def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
+    train = commands.add_parser(
+        "train-heads",
+        help="train draft heads for a model on answers of its own",
+        description="Let a model answer prompts, and train heads that foresee what it will say (self-distillation). "
+        "Answers are kept on disk and training is saved after every epoch: the same command goes on after an "
+        "interruption. `accelerate launch -m hf_specdec train-heads ...` shares the work between devices.",
+        formatter_class=formatter,
+    )
+    train.add_argument("--base", required=True, metavar="MODEL", help="base model: a local folder or a Hub id")
+    train.add_argument("--base-name", metavar="ID", help="name of the base model to note in the adapter")
+    train.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="DATA",
+        help='prompts: JSON Lines files with "prompt", "messages", "conversations", "turns", "instruction" or "text", '
+        "or data sets (a folder, or an id on the Hub)",
+    )
+    train.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to save the adapter")
+    train.add_argument("--cache", type=Path, metavar="DIR", help="where to keep the answers (default: in the output)")
+    train.add_argument(
+        "--kind", choices=["independent", "sequential"], default="sequential", help="Medusa's heads, or Hydra's"
+    )
+    train.add_argument("--num-heads", type=int, metavar="N", default=4, help="heads: most tokens a draft is deep")
+    train.add_argument("--num-layers", type=int, metavar="N", default=1, help="residual blocks of a head")
+    train.add_argument(
+        "--draft-vocab-size", type=int, metavar="N", default=8192, help="tokens that can be drafted; 0 for all"
+    )
+    train.add_argument("--own-lm-head", action="store_true", help="give every head an LM head of its own")
+
+    answers = train.add_argument_group("answers")
+    answers.add_argument("--answers-per-prompt", type=int, metavar="N", default=2, help="one greedy, the rest sampled")
+    answers.add_argument("--max-new-tokens", type=int, metavar="N", default=256, help="most tokens of an answer")
+    answers.add_argument("--max-prompt-tokens", type=int, metavar="N", default=1024, help="leave out longer prompts")
+    answers.add_argument("--temperature", type=float, metavar="T", default=0.8, help="of the sampled answers")
+    answers.add_argument("--answer-batch-size", type=int, metavar="N", default=32, help="prompts answered at once")
+    answers.add_argument("--max-positions", type=int, metavar="N", help="stop answering after so many tokens")
+
+    training = train.add_argument_group("training")
+    training.add_argument("--epochs", type=float, metavar="N", default=3.0, help="times every position is seen")
+    training.add_argument("--batch-size", type=int, metavar="N", default=1024, help="positions a step")
+    training.add_argument("--learning-rate", type=float, metavar="X", default=1e-3, help="highest learning rate")
+    training.add_argument("--eval-part", type=float, metavar="P", default=0.05, help="part of the prompts held out")
+    training.add_argument("--bf16", action="store_true", help="train in mixed precision")
+    training.add_argument("--seed", type=int, metavar="N", default=0, help="seed of answers and training")
+    training.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="type of the saved weights"
+    )
+    training.add_argument("--device", metavar="DEVICE", help="where to run (default: cuda if there is one, else cpu)")
+    training.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    train.set_defaults(run=_train)
+
+
+def _add_convert(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="turn other projects' heads into an adapter, or an adapter into what vLLM serves",
+        description="Read Medusa heads (v1, v2, Medusa-2, vLLM) and write them as a PEFT adapter; or, with --to vllm, "
+        "read an adapter and write what vLLM loads, and print the command that serves it.",
+        formatter_class=formatter,
+    )
+    convert.add_argument("source", metavar="SOURCE", help="a folder or a Hub id")
+    convert.add_argument("output", type=Path, metavar="OUTPUT", help="folder to write")
+    convert.add_argument("--to", choices=["peft", "vllm"], default="peft", help="what to write")
+    convert.add_argument("--base", metavar="MODEL", help="the base model (default: the one that the source names)")
+    convert.set_defaults(run=_convert)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .bench import load_model, load_tokenizer
+    from .heads import MedusaConfig
+    from .training import DataSettings, TrainingSettings, train_heads
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    config = MedusaConfig(
+        num_heads=arguments.num_heads,
+        num_layers=arguments.num_layers,
+        head_type=arguments.kind,
+        draft_vocab_size=arguments.draft_vocab_size or None,
+        own_lm_head=arguments.own_lm_head,
+    )
+    data_settings = DataSettings(
+        answers_per_prompt=arguments.answers_per_prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        temperature=arguments.temperature,
+        batch_size=arguments.answer_batch_size,
+        seed=arguments.seed,
+    )
+    settings = TrainingSettings(
+        epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        learning_rate=arguments.learning_rate,
+        eval_part=arguments.eval_part,
+        max_positions=arguments.max_positions,
+        dtype=arguments.dtype,
+        bf16=arguments.bf16,
+        seed=arguments.seed,
+    )
+    device = arguments.device
+    if device is None:
+        from accelerate import PartialState
+
+        device = str(PartialState().device)
+    tokenizer = load_tokenizer(arguments.base)
+    model = load_model(arguments.base, "float32" if device == "cpu" else "bfloat16", device)
+    report = train_heads(
+        model,
+        tokenizer,
+        arguments.data,
+        arguments.output,
+        config,
+        data_settings,
+        settings,
+        cache=arguments.cache,
+        base_name=arguments.base_name,
+        command=f"hf-specdec {shlex.join(sys.argv[1:])}",
+    )
+    for number, head in enumerate(report.heads):
+        print(
+            f"head {number}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f} on {report.held_out_positions} "
+            "held-out positions"
+        )
+    print(f"Saved to {arguments.output}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from .heads.formats import convert, export_vllm
+
+    if arguments.to == "peft":
+        config = convert(arguments.source, arguments.output, arguments.base)
+        print(f"{config.num_heads} heads of {config.num_layers} layers for {config.base_model_name_or_path}")
+        print(f"Saved to {arguments.output}; load them with model.load_adapter({str(arguments.output)!r})")
+        return 0
+    from peft import PeftConfig
+
+    from .bench import load_model
+    from .heads import MedusaConfig, find_heads
+
+    settings = PeftConfig.from_pretrained(arguments.source)
+    if not isinstance(settings, MedusaConfig):
+        raise AdapterError(f"{arguments.source} is an adapter of type {settings.peft_type}, not of Medusa heads.")
+    base = arguments.base or settings.base_model_name_or_path
+    if not base:
+        raise ConfigurationError(f"{arguments.source} names no base model; pass --base.")
+    model = load_model(base)
+    model.load_adapter(arguments.source)
+    print(export_vllm(find_heads(model), arguments.output, base))
+    return 0

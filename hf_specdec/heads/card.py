@@ -1,0 +1,84 @@
+"""The model card of an adapter, made from what was noted down when it was trained and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .config import MedusaConfig
+
+TEMPLATE = Path(__file__).with_name("model_card.md")
+
+
+def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
+    """The card of heads whose `provenance` says how they came to be (see `training.TrainingReport`)."""
+    provenance: dict[str, Any] = dict(config.provenance or {})
+    base = config.base_model_name_or_path or "the base model"
+    kind = config.head_type.capitalize()
+    data = ModelCardData(
+        base_model=config.base_model_name_or_path,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["hf-specdec", "speculative-decoding", "medusa", *(["hydra"] if config.head_type == "sequential" else [])],
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        title=f"{kind} draft heads for {base.rpartition('/')[2]}",
+        kind=kind,
+        base_model=base,
+        base_revision=config.revision,
+        repo_id=repo_id,
+        num_heads=config.num_heads,
+        num_layers=config.num_layers,
+        draft_vocab_size=config.draft_vocab_size,
+        vocab_size=config.vocab_size,
+        own_lm_head=config.own_lm_head,
+        head_type=config.head_type,
+        minutes=_minutes,
+        **{
+            name: provenance.get(name, default)
+            for name, default in (
+                ("positions", 0),
+                ("held_out_positions", 0),
+                ("data", []),
+                ("data_seconds", 0.0),
+                ("training_seconds", 0.0),
+                ("machine", "an unknown machine"),
+                ("command", None),
+                ("versions", {}),
+                ("heads", []),
+                ("measured", None),
+            )
+        },
+    )
+
+
+def measured_by(reports: list[dict[str, Any]], names: list[str]) -> dict[str, str]:
+    """What `hf-specdec bench --json` found about mode `medusa`, as a card shows it.
+
+    Args:
+        reports: such JSON files, read.
+        names: what to call each, for instance `"15 nodes"`.
+    """
+    rows: dict[str, list[str]] = {}
+    for report in reports:
+        found = {summary["task"]: summary for summary in report["summaries"] if summary["case"] == "medusa"}
+        for task, summary in found.items():
+            rows.setdefault(task, []).append(f"{summary['mean_acceptance_length']:.2f} ({summary['ratio']:.2f}x)")
+    environment, settings = reports[0]["environment"], reports[0]["settings"]
+    about = (
+        f"Mean acceptance length (tokens a forward of the base model, plain decoding is 1.00), and speed relative to "
+        f"plain `generate()`, over {settings['max_new_tokens']} new tokens: {environment['dtype']}, "
+        f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, transformers "
+        f"{environment['transformers']}."
+    )
+    table = [f"| task | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    table += [f"| {task} | {' | '.join(cells)} |" for task, cells in rows.items()]
+    return {"about": about, "table": "\n".join(table)}
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

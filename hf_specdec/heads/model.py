@@ -1,0 +1,509 @@
+"""Draft heads as a PEFT method. The one file that touches the private seams of PEFT and of transformers' adapters.
+
+The heads sit in a container beside the base model's own modules; nothing of the base model is replaced or wrapped. PEFT
+and transformers load adapters leniently (what is missing stays random), so `install` puts a thin wrapper over both
+`load_adapter`s: an adapter of draft heads is checked, and one that fails is taken out again. A third one gives adapters
+that are saved or pushed a model card with what was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType, register_peft_method
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.integrations.peft import PeftAdapterMixin
+from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils.hub import DownloadKwargs
+
+from ..errors import AdapterError
+from .card import model_card
+from .config import MedusaConfig
+from .module import BoundHeads, MedusaHeads, lm_head_shape
+
+_NAME = "MEDUSA"
+# where the heads are in the base model. It must not start with the method's prefix: transformers would rename its keys
+_CONTAINER, _HEADS = "spec_head_container", "medusa_heads"
+# what stands before the names of the heads' tensors in `adapter_model.safetensors`
+CHECKPOINT_PREFIX = f"base_model.model.{_CONTAINER}.{_HEADS}."
+_PROBES = 64
+# cosine of two probes; a fine-tuned model stays close to its origin, another model is nowhere near
+_SAME_MODEL = 0.9
+
+
+def _extend_enum() -> Any:
+    """The member MEDUSA of PEFT's enum of methods, which has no door for methods from outside."""
+    if _NAME in PeftType.__members__:
+        return PeftType[_NAME]
+    member: Any = str.__new__(PeftType, _NAME)
+    member._name_ = member._value_ = _NAME
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType._member_names_)
+    PeftType._member_names_.append(_NAME)
+    PeftType._member_map_[_NAME] = member
+    PeftType._value2member_map_[_NAME] = member
+    type.__setattr__(PeftType, _NAME, member)
+    return member
+
+
+PEFT_TYPE = _extend_enum()
+
+
+class HeadContainer(nn.Module, BaseTunerLayer):
+    """Holds the heads of every adapter. A child of the base model that its forward never calls."""
+
+    adapter_layer_names = (_HEADS,)
+    other_param_names = ()
+    _owner: Any
+    _trainable: list[nn.Parameter]
+
+    def __init__(self, model: Any) -> None:
+        nn.Module.__init__(self)
+        self.medusa_heads = nn.ModuleDict()
+        self.merged_adapters: list[str] = []
+        self._disable_adapters = False
+        self._active_adapter: list[str] = []
+        object.__setattr__(self, "_owner", model)  # not as a submodule
+        # PEFT freezes the base model; when the heads are gone it is as it was
+        object.__setattr__(self, "_trainable", [weight for weight in model.parameters() if weight.requires_grad])
+
+    def get_base_layer(self) -> Any:
+        """The LM head: heads go where it is."""
+        return self._owner.get_output_embeddings()
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: heads are no change of weights that could be merged."""
+        raise AdapterError("Draft heads cannot be merged into the model's weights; use them as they are, or unload().")
+
+    def unmerge(self) -> None:
+        """Nothing was merged."""
+
+
+class MedusaModel(BaseTuner):
+    """Adds draft heads (`MedusaConfig`) to a causal language model; its forward stays what it was.
+
+    Made by `get_peft_model`, `PeftModel.from_pretrained`, `AutoPeftModelForCausalLM.from_pretrained` or the
+    `load_adapter` of transformers.
+
+    Raises:
+        AdapterError: the heads are for another model.
+    """
+
+    prefix = "medusa_"
+    tuner_layer_cls = HeadContainer
+    target_module_mapping: ClassVar[dict[str, list[str]]] = {}  # type: ignore[misc]
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            # a second adapter beside the first is what several names are for
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+            super().__init__(model, *args, **kwargs)
+
+    def inject_adapter(
+        self,
+        model: Any,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        config = self.peft_config[adapter_name]
+        assert isinstance(config, MedusaConfig)
+        try:
+            _check_base(config, model)
+        except AdapterError:
+            self.peft_config.pop(adapter_name)  # transformers would take it for loaded
+            raise
+        _add_heads(model, adapter_name, config)
+        self._check_new_adapter_config(config)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        self._mark_only_adapters_as_trainable(model)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        return peft_config
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("draft heads replace no module")
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        """float32 to be trained; for use, the dtype that the config asks for."""
+        config = self.peft_config[adapter_name]
+        if not config.inference_mode:
+            super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        else:
+            assert isinstance(config, MedusaConfig)
+            _heads(self.model, adapter_name).to(_dtype(config, self.model))
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        _remove_if_empty(self.model)
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if merge:
+            raise AdapterError(
+                "Draft heads cannot be merged into the model's weights; use unload() to be without them."
+            )
+        for adapter_name in list(self.peft_config):
+            _take_out(self.model, adapter_name)
+        return self.model
+
+    # ------------------------------------------------------------------ keys of the checkpoint
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # PEFT's own takes the name from the end of the key only
+        return key.replace(f".{_HEADS}.{adapter_name}.", f".{_HEADS}.", 1)
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        heads = _heads(_base_of(model), adapter_name)
+        loaded = {_own_name(key): tensor for key, tensor in state_dict.items()}
+        _check_tensors(loaded, heads, config, adapter_name)
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+
+register_peft_method(name=_NAME.lower(), config_cls=MedusaConfig, model_cls=MedusaModel)
+
+
+# ---------------------------------------------------------------- finding heads
+
+
+def find_heads(model: Any, adapter: str | None = None) -> BoundHeads:
+    """The heads of a model, those of the active adapter unless another is named.
+
+    Raises:
+        AdapterError: there are none, they are disabled, or they hold values that are not finite.
+    """
+    container = getattr(model, _CONTAINER, None)
+    names = list(container.medusa_heads) if container is not None else []
+    name = type(model).__name__
+    if container is None or not names:
+        raise AdapterError(
+            f"{name} has no Medusa heads. Load some first: model.load_adapter('org/heads'), or "
+            "PeftModel.from_pretrained(model, 'org/heads'); `hf-specdec train-heads` trains them."
+        )
+    if adapter is None:
+        if container.disable_adapters:
+            raise AdapterError(f"The adapters of {name} are disabled. Enable them, or name one: adapter={names[0]!r}.")
+        active = [other for other in container.active_adapters if other in names]
+        if len(active) != 1:
+            raise AdapterError(
+                f"{name} has the heads {', '.join(map(repr, names))}, and {len(active) or 'none'} of them active. "
+                'Name one: speculative_config={"adapter": ...}.'
+            )
+        adapter = active[0]
+    if adapter not in names:
+        raise AdapterError(f"{name} has no heads {adapter!r}, but {', '.join(map(repr, names))}.")
+    heads = _heads(model, adapter)
+    _check_finite(dict(heads.named_parameters()), adapter)
+    return BoundHeads(heads, model.peft_config[adapter], model)
+
+
+def _container(model: Any) -> HeadContainer:
+    return getattr(model, _CONTAINER)
+
+
+def _heads(model: Any, adapter_name: str) -> MedusaHeads:
+    heads = _container(model).medusa_heads[adapter_name]
+    assert isinstance(heads, MedusaHeads)
+    return heads
+
+
+def _base_of(model: Any) -> Any:
+    """The transformers model in a `PeftModel`, or the model itself."""
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+
+
+# ---------------------------------------------------------------- making heads
+
+
+def _add_heads(model: Any, adapter_name: str, config: MedusaConfig) -> None:
+    vocab_size, hidden_size = lm_head_shape(model)
+    config.hidden_size, config.vocab_size = hidden_size, vocab_size
+    if config.base_probe is None and not config.inference_mode:
+        config.base_probe = base_probe(model)
+    heads = _new_heads(config, model)
+    output = model.get_output_embeddings()
+    if heads.lm_heads is not None and output.weight.is_floating_point():
+        with torch.no_grad():
+            for layer in heads.lm_heads:
+                assert isinstance(layer, nn.Linear)
+                layer.weight.copy_(output.weight[: layer.out_features])
+    if config.inference_mode:
+        for weight in heads.parameters():
+            nn.init.constant_(weight, math.nan)  # so that weights that are not loaded show
+        if heads.token_map is not None:
+            heads.token_map.fill_(-1)
+    on_device = {} if next(heads.parameters()).device.type == "meta" else {"device": output.weight.device}
+    heads.to(**on_device, dtype=_dtype(config, model)).train(model.training)
+    if getattr(model, _CONTAINER, None) is None:
+        model.add_module(_CONTAINER, HeadContainer(model))
+    _container(model).medusa_heads[adapter_name] = heads
+
+
+def _new_heads(config: MedusaConfig, model: Any) -> MedusaHeads:
+    vocab_size, hidden_size = lm_head_shape(model)
+    return MedusaHeads(config, hidden_size, model.get_input_embeddings().embedding_dim, vocab_size)
+
+
+def _dtype(config: MedusaConfig, model: Any) -> torch.dtype:
+    return model.dtype if config.dtype is None else getattr(torch, config.dtype)
+
+
+def base_probe(model: Any) -> list[float] | None:
+    """A few weights of a model's embedding, evenly spread, by which the model is known again."""
+    weight = model.get_input_embeddings().weight
+    if not weight.is_floating_point() or weight.device.type == "meta":
+        return None
+    flat = weight.detach().flatten()
+    places = torch.arange(_PROBES, device=weight.device) * (flat.numel() - 1) // (_PROBES - 1)
+    return [float(f"{value:.4g}") for value in flat[places].float().tolist()]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_base(config: MedusaConfig, model: Any) -> None:
+    """Raise `AdapterError` unless heads of these settings fit this model."""
+    vocab_size, hidden_size = lm_head_shape(model)
+    name, origin = type(model).__name__, config.base_model_name_or_path
+    of = f" (they were made for {origin})" if origin else ""
+    for what, wanted, found in (
+        ("hidden size", config.hidden_size, hidden_size),
+        ("vocabulary", config.vocab_size, vocab_size),
+    ):
+        if wanted is not None and wanted != found:
+            raise AdapterError(f"These heads are for a {what} of {wanted}; {name} has {found}{of}.")
+    if config.draft_vocab_size is not None and config.draft_vocab_size > vocab_size:
+        raise AdapterError(
+            f"These heads draft from {config.draft_vocab_size} tokens; {name} has only {vocab_size}{of}."
+        )
+    probe = base_probe(model)
+    if probe is None or config.base_probe is None:
+        return
+    wanted_probe = torch.tensor(config.base_probe, dtype=torch.float64)
+    if len(probe) != len(wanted_probe):
+        raise AdapterError(f"base_probe of these heads must hold {len(probe)} numbers, not {len(wanted_probe)}.")
+    similarity = torch.cosine_similarity(wanted_probe, torch.tensor(probe, dtype=torch.float64), dim=0)
+    if not float(similarity) >= _SAME_MODEL:
+        raise AdapterError(
+            f"These heads were trained on another model{of}: its embedding is not that of this {name} (cosine "
+            f"{float(similarity):.2f}). Load them on their own base model, or train heads for this one."
+        )
+
+
+def _check_shapes(shapes: dict[str, tuple[int, ...]], heads: MedusaHeads, adapter_name: str) -> None:
+    """Raise `AdapterError` unless the tensors of such heads have these names and shapes."""
+    expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items()}
+    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    problems = [f"{what} {_some(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+    problems += [
+        f"{key} is {list(shapes[key])}, not {list(shape)}"
+        for key, shape in expected.items()
+        if key in shapes and shapes[key] != shape
+    ]
+    if problems:
+        raise AdapterError(f"The heads {adapter_name!r} do not hold what their config says: {'; '.join(problems)}.")
+
+
+def _check_tensors(
+    loaded: dict[str, torch.Tensor], heads: MedusaHeads, config: MedusaConfig, adapter_name: str
+) -> None:
+    """Raise `AdapterError` unless these are the tensors of such heads, by name, shape and value."""
+    _check_shapes({key: tuple(tensor.shape) for key, tensor in loaded.items()}, heads, adapter_name)
+    _check_finite(loaded, adapter_name)
+    if "token_map" in loaded:
+        _check_token_map(loaded["token_map"], lm_vocabulary=config.vocab_size or 0, adapter_name=adapter_name)
+
+
+def _check_token_map(token_map: torch.Tensor, lm_vocabulary: int, adapter_name: str) -> None:
+    if token_map.is_floating_point() or token_map.dtype == torch.bool:
+        raise AdapterError(f"token_map of the heads {adapter_name!r} must hold whole numbers.")
+    low, high = int(token_map.min()), int(token_map.max())
+    if not 0 <= low <= high < lm_vocabulary:
+        raise AdapterError(
+            f"token_map of the heads {adapter_name!r} is broken or was never loaded: it names tokens {low} to {high}, "
+            f"and the vocabulary has {lm_vocabulary}."
+        )
+    if token_map.unique().numel() != token_map.numel():
+        raise AdapterError(f"token_map of the heads {adapter_name!r} names a token twice.")
+
+
+def _check_finite(tensors: dict[str, torch.Tensor], adapter_name: str) -> None:
+    bad = [
+        key for key, tensor in tensors.items() if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    ]
+    if bad:
+        raise AdapterError(
+            f"The heads {adapter_name!r} hold values that are not finite in {_some(bad)}: they are broken, or were "
+            "never loaded."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---------------------------------------------------------------- loading, checked
+
+
+def install() -> None:
+    """Check adapters of draft heads wherever PEFT or transformers load them, and write cards for them. Idempotent."""
+    for owner, name, wrapper in _WRAPPED:
+        original = getattr(owner, name)
+        if not hasattr(original, "_specdec_original"):
+            wrapped: Any = functools.wraps(original)(wrapper(original))
+            wrapped._specdec_original = original
+            setattr(owner, name, wrapped)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    for owner, name, _ in _WRAPPED:
+        original = getattr(getattr(owner, name), "_specdec_original", None)
+        if original is not None:
+            setattr(owner, name, original)
+
+
+def _checked_by_peft(original: Callable) -> Any:
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        # `PeftModel.from_pretrained` has put it in already; a later one is still to come
+        first = len(self.peft_config) == 1 and adapter_name in self.peft_config
+        known = [] if first else list(self.peft_config)
+        with _taken_out_on_failure(_base_of(self), adapter_name, known):
+            return original(self, model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+def _checked_by_transformers(original: Callable) -> Any:
+    signature = inspect.signature(original)
+
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        name = arguments.get("adapter_name") or "default"
+        _check_what_transformers_will_load(self, arguments, name)
+        with _taken_out_on_failure(self, name, list(getattr(self, "peft_config", {}))):
+            result = original(self, *args, **kwargs)
+            config = getattr(self, "peft_config", {}).get(name)
+            if isinstance(config, MedusaConfig):
+                heads = _heads(self, name)
+                _check_tensors(heads.state_dict(), heads, config, name)
+                heads.to(_dtype(config, self))
+            return result
+
+    return load_adapter
+
+
+def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], adapter_name: str) -> None:
+    """Look into the files before transformers does: it puts whatever it knows by name into the model, heads or not."""
+    config, tensors = arguments.get("peft_config"), arguments.get("adapter_state_dict")
+    load_config = arguments.get("load_config")
+    download = {
+        **(getattr(load_config, "download_kwargs", None) or {}),
+        **{key: value for key, value in arguments.get("kwargs", {}).items() if key in DownloadKwargs.__annotations__},
+        **(arguments.get("adapter_kwargs") or {}),
+    }
+    if arguments.get("local_files_only"):
+        download["local_files_only"] = True
+    source = arguments.get("peft_model_id") or getattr(load_config, "pretrained_model_name_or_path", None)
+    if config is None and source is not None:
+        if find_adapter_config_file(str(source), **_known_to(find_adapter_config_file, download)) is None:
+            return  # transformers says so
+        config = peft.PeftConfig.from_pretrained(str(source), **download)
+    if not isinstance(config, MedusaConfig):
+        return
+    _check_base(config, model)
+    with torch.device("meta"):
+        heads = _new_heads(config, model)
+    if tensors is not None:
+        _check_tensors({_own_name(key): tensor for key, tensor in tensors.items()}, heads, config, adapter_name)
+        return
+    file = cached_file(str(source), SAFETENSORS_WEIGHTS_NAME, **download)
+    try:
+        with safe_open(file, "pt") as opened:
+            shapes = {_own_name(key): tuple(opened.get_slice(key).get_shape()) for key in opened}
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(
+            f"The heads {adapter_name!r} could not be loaded: {type(error).__name__}: {error}"
+        ) from error
+    _check_shapes(shapes, heads, adapter_name)
+
+
+def _own_name(key: str) -> str:
+    """The name of one of the heads' tensors; of any other, all of it."""
+    return key.removeprefix(CHECKPOINT_PREFIX).removeprefix(CHECKPOINT_PREFIX.removeprefix("base_model.model."))
+
+
+def _known_to(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
+
+
+def _with_our_card(original: Callable) -> Any:
+    def create_or_update_model_card(self: Any, output_dir: str) -> None:
+        path = Path(output_dir) / "README.md"
+        is_new = not path.exists()  # what somebody wrote stays
+        original(self, output_dir)
+        config = self.active_peft_config
+        if is_new and isinstance(config, MedusaConfig) and config.provenance:
+            model_card(config).save(path)
+
+    return create_or_update_model_card
+
+
+_WRAPPED: tuple[tuple[Any, str, Callable], ...] = (
+    (PeftAdapterMixin, "load_adapter", _checked_by_transformers),
+    (peft.PeftModel, "load_adapter", _checked_by_peft),
+    (peft.PeftModel, "create_or_update_model_card", _with_our_card),
+)
+
+
+@contextmanager
+def _taken_out_on_failure(model: Any, adapter_name: str, known: list[str]) -> Iterator[None]:
+    """Leave the model as it was if loading an adapter of draft heads fails inside."""
+    try:
+        yield
+    except Exception as error:
+        config = getattr(model, "peft_config", {}).get(adapter_name)
+        if adapter_name in known or not isinstance(config, MedusaConfig):
+            raise
+        _take_out(model, adapter_name)
+        if isinstance(error, AdapterError):
+            raise
+        raise AdapterError(
+            f"The heads {adapter_name!r} could not be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _take_out(model: Any, adapter_name: str) -> None:
+    container = getattr(model, _CONTAINER, None)
+    if container is not None and adapter_name in container.medusa_heads:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about which adapter is active now
+            container.delete_adapter(adapter_name)
+    model.peft_config.pop(adapter_name, None)
+    _remove_if_empty(model)
+    if not model.peft_config:
+        del model.peft_config
+        vars(model).pop("_hf_peft_config_loaded", None)
+
+
+def _remove_if_empty(model: Any) -> None:
+    container = getattr(model, _CONTAINER, None)
+    if container is not None and not container.medusa_heads:
+        delattr(model, _CONTAINER)
+        for weight in container._trainable:
+            weight.requires_grad_(True)

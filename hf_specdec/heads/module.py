@@ -1,0 +1,219 @@
+"""The heads themselves: small networks on the target's last hidden state, and what they share with the target.
+
+Shapes: k positions, d hidden size, H heads, V_d tokens that can be drafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import AdapterError
+from .config import MedusaConfig
+
+
+class ResidualBlock(nn.Module):
+    """`x + SiLU(W x + V e + b)`. Starts as the identity.
+
+    V is there only in sequential heads, where e is the embedding of the token drafted before.
+    """
+
+    def __init__(self, hidden_size: int, embedding_size: int | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        self.embedding = None if embedding_size is None else nn.Linear(embedding_size, hidden_size, bias=False)
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        update = self.linear(hidden)
+        if self.embedding is not None:
+            update = update + self.embedding(embedded)
+        return hidden + functional.silu(update)
+
+
+class Head(nn.Module):
+    """Residual blocks one after the other; the first of a sequential head sees the drafted token."""
+
+    def __init__(self, hidden_size: int, num_layers: int, embedding_size: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            ResidualBlock(hidden_size, embedding_size if layer == 0 else None) for layer in range(num_layers)
+        )
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        first, *others = self.layers
+        hidden = first(hidden, embedded)
+        for layer in others:
+            hidden = layer(hidden)
+        return hidden
+
+
+class MedusaHeads(nn.Module):
+    """The weights of one adapter; what they share with the base model comes in through `BoundHeads`.
+
+    Args:
+        config: their settings.
+        hidden_size: d, of the base model.
+        embedding_size: of its token embeddings.
+        vocab_size: of its LM head.
+    """
+
+    token_map: torch.Tensor | None
+
+    def __init__(self, config: MedusaConfig, hidden_size: int, embedding_size: int, vocab_size: int) -> None:
+        super().__init__()
+        sees = embedding_size if config.head_type == "sequential" else None
+        drafted = config.draft_vocab_size or vocab_size
+        self.heads = nn.ModuleList(Head(hidden_size, config.num_layers, sees) for _ in range(config.num_heads))
+        self.lm_heads: nn.ModuleList | None = None
+        if config.own_lm_head:
+            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, drafted, bias=False) for _ in range(config.num_heads))
+        # [V_d]: the token that each output of the heads stands for
+        self.register_buffer("token_map", torch.arange(drafted) if config.draft_vocab_size is not None else None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+
+class BoundHeads:
+    """Heads together with the base model whose embedding and LM head they use.
+
+    Args:
+        heads: the weights.
+        config: their settings.
+        model: the base model.
+
+    Raises:
+        AdapterError: the base model's LM head cannot be shared in part.
+    """
+
+    def __init__(self, heads: MedusaHeads, config: MedusaConfig, model: Any) -> None:
+        self.heads, self.config, self.model = heads, config, model
+        self._slice: tuple[tuple, torch.Tensor, torch.Tensor | None] | None = None
+        if heads.lm_heads is None and heads.token_map is not None and not _is_plain(model.get_output_embeddings()):
+            raise AdapterError(
+                f"The LM head of {type(model).__name__} is no plain linear layer (quantized?), so heads with a trimmed "
+                "vocabulary cannot share it. Use heads with own_lm_head=True or without draft_vocab_size."
+            )
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads.heads)
+
+    @property
+    def is_sequential(self) -> bool:
+        return self.config.head_type == "sequential"
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of the base model's LM head."""
+        return lm_head_shape(self.model)[0]
+
+    @property
+    def token_map(self) -> torch.Tensor | None:
+        """`[V_d]`: the token each output stands for; None where outputs are tokens."""
+        return self.heads.token_map
+
+    def tokens(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The tokens that these outputs of the heads stand for."""
+        return outputs if self.token_map is None else self.token_map[outputs]
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The state `[k, d]` that the heads start from, given the target's last hidden states `[k, d]`."""
+        return hidden.to(self.heads.dtype)
+
+    def step(self, head: int, state: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The state `[k, d]` of a head. For a sequential head: from the state before, and the token drafted there."""
+        embedded = None
+        if self.is_sequential:
+            assert tokens is not None
+            embedded = self.model.get_input_embeddings()(tokens).to(self.heads.dtype)
+        return self.heads.heads[head](state, embedded)
+
+    def all_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The states `[H, k, d]` of independent heads."""
+        state = self.start(hidden)
+        return torch.stack([head(state) for head in self.heads.heads])
+
+    def logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        """Scores `[k, V_d]` of a head in these states `[k, d]`, float32."""
+        if self.heads.lm_heads is not None:
+            return self.heads.lm_heads[head](state).float()
+        return self._shared(state)
+
+    def all_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores `[H, k, V_d]` of all heads in their states `[H, k, d]`, float32."""
+        if self.heads.lm_heads is not None:
+            return torch.stack([self.logits(head, state) for head, state in enumerate(states)])
+        return self._shared(states)
+
+    @torch.no_grad()
+    def draft_from(self, tokens: torch.Tensor) -> None:
+        """Draft these tokens `[V_d]` from now on. Output layers of the heads' own start anew, as the LM head's rows."""
+        assert self.token_map is not None
+        self.token_map.copy_(tokens)
+        for layer in self.heads.lm_heads or ():
+            assert isinstance(layer, nn.Linear)
+            layer.weight.copy_(self.model.get_output_embeddings().weight[self.token_map])
+
+    def spread(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[k, V_d]` as scores `[k, V]` over the base model's vocabulary: what cannot be drafted gets -inf."""
+        if self.token_map is None:
+            return scores
+        wide = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+        wide[..., self.token_map] = scores
+        return wide
+
+    def _shared(self, states: torch.Tensor) -> torch.Tensor:
+        output = self.model.get_output_embeddings()
+        if self.token_map is None:
+            return output(states.to(self.model.dtype)).float()
+        weight, bias = self.draft_weight()
+        return functional.linear(states, weight, bias).float()
+
+    def output_weight(self, head: int) -> Any:
+        """`[V_d, d]`: the output layer of a head, its own or its part of the shared one."""
+        if self.heads.lm_heads is not None:
+            return self.heads.lm_heads[head].weight
+        if self.token_map is not None:
+            return self.draft_weight()[0]
+        return self.model.get_output_embeddings().weight.to(self.heads.dtype)
+
+    def draft_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows `[V_d, d]` of the shared LM head that can be drafted, and their biases. Copied once."""
+        output, token_map = self.model.get_output_embeddings(), self.token_map
+        assert token_map is not None
+        key = (*_version(output.weight), *_version(token_map), self.heads.dtype)
+        if self._slice is None or self._slice[0] != key:
+            with torch.no_grad():
+                rows = token_map.to(output.weight.device)
+                bias = None if output.bias is None else output.bias.detach()[rows].to(self.heads.dtype)
+                self._slice = key, output.weight.detach()[rows].to(self.heads.dtype), bias
+        return self._slice[1:]
+
+
+def lm_head_shape(model: Any) -> tuple[int, int]:
+    """(V, d) of a model's LM head.
+
+    Raises:
+        AdapterError: it has none that could be asked.
+    """
+    output = model.get_output_embeddings()
+    rows, columns = getattr(output, "out_features", None), getattr(output, "in_features", None)
+    if not isinstance(rows, int) or not isinstance(columns, int):
+        raise AdapterError(f"{type(model).__name__} has no linear LM head, so no draft heads can be put beside it.")
+    return rows, columns
+
+
+def _is_plain(output: Any) -> bool:
+    return type(output) is nn.Linear and output.weight.is_floating_point() and output.weight.device.type != "meta"
+
+
+def _version(tensor: torch.Tensor) -> tuple:
+    """Differs once a tensor has been changed (as far as torch keeps count)."""
+    return tensor.data_ptr(), tensor.device, -1 if tensor.is_inference() else tensor._version

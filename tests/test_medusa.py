@@ -1,0 +1,308 @@
+"""`medusa`: what the heads are given, which trees they draft, and that it costs no forward of the target."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from conftest import add_heads, assert_same, assert_unchanged, model_with_heads, prompt, run, snapshot
+from transformers import LogitsProcessorList
+
+import hf_specdec
+from hf_specdec import MedusaDrafter, MedusaModeConfig
+from hf_specdec.draft import Budget, Context
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.errors import AdapterError, InvalidSettingError, UnsupportedModelError
+from hf_specdec.heads import find_heads
+from hf_specdec.sampling import NoiseTape, Selection
+from hf_specdec.testing import tiny_model
+
+HEAD_TYPES = ["independent", "sequential"]
+
+
+@pytest.fixture(params=HEAD_TYPES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return model_with_heads("llama", request.param)
+
+
+def asked(**config: Any) -> dict[str, Any]:
+    return {"speculative_mode": "medusa", "speculative_config": config}
+
+
+def context_of(model: Any, texts: list[list[int]], hidden: torch.Tensor | None, **selection: Any) -> Context:
+    return Context(
+        tokens=texts,
+        prompt_lengths=[len(text) for text in texts],
+        finished=[False] * len(texts),
+        device=torch.device("cpu"),
+        selection=Selection(LogitsProcessorList(), **{"do_sample": False, "tape": None, **selection}),
+        padded_prompts=torch.tensor(texts),
+        hidden=hidden,
+    )
+
+
+def budget(nodes: int, depth: int, rows: int = 1, trees: bool = True) -> Budget:
+    return Budget(depth=[depth] * rows, room=[depth] * rows, nodes=nodes, trees=trees, pays=lambda chains: True)
+
+
+def reference(model: Any, hidden: torch.Tensor, root: int, path: tuple[int, ...]) -> torch.Tensor:
+    """Probabilities `[V]` of the token below a path, computed by the formulas, from the weights alone."""
+    heads = find_heads(model)
+    weights = {key: tensor.double() for key, tensor in heads.heads.state_dict().items()}
+    embedding, output = model.get_input_embeddings().weight.double(), model.get_output_embeddings().weight.double()
+    x = hidden.double()
+    for head in range(len(path) + 1) if heads.is_sequential else [len(path)]:
+        update = weights[f"heads.{head}.layers.0.linear.weight"] @ x + weights[f"heads.{head}.layers.0.linear.bias"]
+        if heads.is_sequential:
+            update = update + weights[f"heads.{head}.layers.0.embedding.weight"] @ embedding[(root, *path)[head]]
+        x = x + update / (1 + (-update).exp())
+    return (output @ x).softmax(-1)
+
+
+# ---------------------------------------------------------------- trees
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9, 20])
+def test_the_tree_holds_the_likeliest_paths(model: Any, nodes: int) -> None:
+    """Against all paths of up to three of the ten best tokens, computed one by one."""
+    hidden, root = torch.randn(32, generator=torch.Generator().manual_seed(1)), 17
+    drafter = MedusaDrafter(find_heads(model), MedusaModeConfig())
+    with torch.no_grad():
+        draft = drafter.propose(context_of(model, [[5, root]], hidden[None]), budget(nodes, depth=3))
+        reached: dict[tuple[int, ...], float] = {(): 1.0}
+        frontier: list[tuple[int, ...]] = [()]
+        for _ in range(3):
+            below = []
+            for path in frontier:
+                best = reference(model, hidden, root, path).topk(10)
+                for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                    reached[(*path, token)] = reached[path] * probability
+                    below.append((*path, token))
+            frontier = below
+    likeliest = sorted(reached, key=lambda path: -reached[path])[: nodes + 1]
+    drafted: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, draft.width):
+        drafted[node] = (*drafted[draft.parents[0][node]], draft.tokens[0][node])
+    assert set(drafted.values()) == set(likeliest)
+    for node, path in drafted.items():
+        if path:
+            assert draft.confidence is not None
+            expected = reached[path] / reached[path[:-1]]
+            assert draft.confidence[0][node] == pytest.approx(expected, rel=1e-4)
+
+
+def test_static_trees_hold_the_ranks_they_are_made_of(model: Any) -> None:
+    hidden, root = torch.randn(32, generator=torch.Generator().manual_seed(2)), 9
+    tree = [[0], [2], [0, 1], [0, 0], [2, 0], [0, 0, 3]]
+    drafter = MedusaDrafter(find_heads(model), MedusaModeConfig(tree=tree))
+    draft = drafter.propose(context_of(model, [[5, root]], hidden[None]), budget(6, depth=3))
+    expected = set()
+    for ranks in tree:
+        path: tuple[int, ...] = ()
+        for rank in ranks:
+            path = (*path, int(reference(model, hidden, root, path).topk(10).indices[rank]))
+        expected.add(path)
+    drafted: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, draft.width):
+        drafted[node] = (*drafted[draft.parents[0][node]], draft.tokens[0][node])
+    assert set(drafted.values()) - {()} == expected
+    stats = assert_same(model, prompt(2, padding=2), asked(tree=tree), max_new_tokens=20, eos_token_id=None)
+    assert max(stats.widths) == 7
+
+
+def test_a_chain_where_trees_are_of_no_use(model: Any) -> None:
+    hidden = torch.randn(2, 32)
+    drafter = MedusaDrafter(find_heads(model))
+    draft = drafter.propose(context_of(model, [[5, 6], [7, 8]], hidden), budget(3, depth=3, rows=2, trees=False))
+    assert draft.is_chain
+    assert draft.width == 4
+
+
+def test_rows_that_are_finished_or_full_get_nothing(model: Any) -> None:
+    drafter = MedusaDrafter(find_heads(model))
+    context = context_of(model, [[5, 6], [7, 8], [9, 4]], torch.randn(3, 32))
+    context.finished[0] = True
+    limits = Budget(depth=[3, 0, 2], room=[3, 0, 2], nodes=4, trees=True, pays=lambda chains: True)
+    draft = drafter.propose(context, limits)
+    assert [len(row) for row in draft.tokens] == [1, 1, 5]
+    assert [row[0] for row in draft.tokens] == [6, 8, 4]
+
+
+def test_only_tokens_of_the_map_are_drafted() -> None:
+    model = add_heads(tiny_model("llama"), "sequential", fitted=False, draft_vocab_size=12)
+    heads = find_heads(model)
+    chosen = [4, 8, 15, 16, 23, 42, 50, 60, 70, 80, 90, 96]
+    assert heads.token_map is not None
+    heads.token_map.copy_(torch.tensor(chosen))
+    drafter = MedusaDrafter(heads)
+    draft = drafter.propose(context_of(model, [[5, 6]], torch.randn(1, 32)), budget(20, depth=3))
+    assert set(draft.tokens[0][1:]) <= set(chosen)
+    assert draft.width == 21
+    assert_same(model, prompt(3, padding=2), asked(num_draft_tokens=9), max_new_tokens=20, do_sample=True, top_k=20)
+
+
+def test_sampling_reads_the_tape(model: Any) -> None:
+    """The first candidate is the argmax of q / E, so heads that say what the model says would always be right."""
+    torch.manual_seed(3)
+    tape = NoiseTape(prompt_length=2)
+    tape.shape_from(torch.zeros(1, 97))
+    tape.alone = True
+    hidden = torch.randn(1, 32)
+    context = context_of(model, [[5, 6]], hidden, do_sample=True, tape=tape)
+    draft = MedusaDrafter(find_heads(model)).propose(context, budget(1, depth=1))
+    with torch.no_grad():
+        expected = (reference(model, hidden[0], 6, ()) / tape.noise(0)[0].double()).argmax()
+    assert draft.tokens[0][1] == int(expected)
+    greedy = MedusaDrafter(find_heads(model), MedusaModeConfig(draft_sampling="greedy"))
+    assert greedy.propose(context, budget(1, depth=1)).tokens[0][1] == int(reference(model, hidden[0], 6, ()).argmax())
+
+
+# ---------------------------------------------------------------- inside generate
+
+
+def test_heads_that_fit_are_accepted(model: Any) -> None:
+    stats = assert_same(model, prompt(3, padding=3, repeat=True), asked(num_draft_tokens=6), max_new_tokens=30)
+    assert stats.mean_acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_untrained_heads_change_nothing(head_type: str, do_sample: bool, batch: int) -> None:
+    from peft import get_peft_model
+
+    from hf_specdec.heads import MedusaConfig
+
+    peft_model = get_peft_model(tiny_model("llama"), MedusaConfig(head_type=head_type))
+    assert_same(peft_model, prompt(batch, padding=2), asked(), max_new_tokens=20, do_sample=do_sample)
+    assert_same(peft_model, prompt(batch, padding=2), asked(num_draft_tokens=8), max_new_tokens=20, do_sample=do_sample)
+
+
+def test_no_forward_is_spent_on_drafts(model: Any) -> None:
+    forwards = []
+    hook = model.model.register_forward_hook(lambda *args: forwards.append(True))
+    try:
+        with hf_specdec.record() as stats:
+            run(model, prompt(), max_new_tokens=20, eos_token_id=None, **asked(num_draft_tokens=6))
+    finally:
+        hook.remove()
+    assert len(forwards) == stats.target_forwards < 20
+    assert stats.total.drafted > 0
+
+
+class Watching(Drafter):
+    """Checks that the hidden state it is shown is the one that gave the last committed token."""
+
+    needs_hidden = True
+
+    def __init__(self, inner: Drafter, model: Any) -> None:
+        self.inner, self.model, self.seen = inner, model, 0
+
+    def propose(self, context: Context, budget: Budget) -> Any:
+        assert context.hidden is not None
+        for row, text in enumerate(context.tokens):
+            if not context.finished[row]:
+                with torch.no_grad():
+                    output = self.model.model(torch.tensor([text[:-1]]), use_cache=False)
+                expected = output.last_hidden_state[0, -1]
+                torch.testing.assert_close(context.hidden[row], expected, rtol=1e-3, atol=1e-4)
+                self.seen += 1
+        return self.inner.propose(context, budget)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["own pace", "lockstep"])
+def test_the_hidden_state_is_the_one_of_the_last_token(model: Any, streams: bool) -> None:
+    """In batches whose rows accept different lengths, finish at different times, and are dropped."""
+    inputs = prompt(3, padding=3, repeat=True)
+    plain, _ = run(model, inputs, max_new_tokens=24)
+    drafter = Watching(MedusaDrafter(find_heads(model)), model)
+    eos = [int(plain[0, 12 + 6]), int(plain[1, 12 + 13])]
+    extra: dict[str, Any] = {"return_dict_in_generate": True} if streams else {}
+    config = {"num_draft_tokens": 6}
+    output, _ = run(
+        model, inputs, max_new_tokens=24, eos_token_id=eos, speculative_mode=drafter, speculative_config=config, **extra
+    )
+    expected, _ = run(model, inputs, max_new_tokens=24, eos_token_id=eos)
+    assert getattr(output, "sequences", output).tolist() == expected.tolist()
+    assert drafter.seen > 8
+
+
+def test_nothing_stays_hooked_after_an_exception(model: Any) -> None:
+    before = snapshot(model)
+
+    class Broken(Exception):
+        pass
+
+    def fail(*args: Any) -> None:
+        raise Broken
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(Broken):
+        run(model, prompt(), max_new_tokens=8, **asked(num_draft_tokens=4))
+    hook.remove()
+    assert_unchanged(model, before)
+    assert_same(model, prompt(), asked(num_draft_tokens=4), max_new_tokens=8)
+
+
+def test_two_threads_with_one_model(model: Any) -> None:
+    expected = [run(model, prompt(seed=seed), max_new_tokens=24)[0].tolist() for seed in (1, 2, 3)]
+    found: dict[int, Any] = {}
+
+    def generate(place: int) -> None:
+        output = model.generate(**prompt(seed=place + 1), max_new_tokens=24, **asked(num_draft_tokens=6))
+        found[place] = output.tolist()
+
+    threads = [Thread(target=generate, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[place] for place in range(3)] == expected
+
+
+def test_a_model_that_does_not_call_its_head_is_refused() -> None:
+    """Some models compute their scores past the module; then nothing can be seen there, and nothing has been run."""
+    from transformers import LlamaForCausalLM
+
+    class Silent(LlamaForCausalLM):
+        def get_output_embeddings(self) -> Any:
+            return self._beside
+
+    origin = tiny_model("llama")
+    silent = Silent(origin.config).eval()
+    silent._beside = torch.nn.Linear(32, 97, bias=False)
+    silent.generation_config = origin.generation_config
+    add_heads(silent, fitted=False)
+    with pytest.raises(UnsupportedModelError, match="does not call its LM head"):
+        run(silent, prompt(), max_new_tokens=4, **asked())
+    config = {"on_unsupported": "plain"}
+    with pytest.warns(UserWarning, match="Decoding plainly"):
+        output, _ = run(silent, prompt(), max_new_tokens=4, **asked(**config))
+    assert output.tolist() == run(silent, prompt(), max_new_tokens=4)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tree": []}, "rank paths"),
+        ({"tree": [[0], [0]]}, "rank paths"),
+        ({"tree": [[0], [-1]]}, "rank paths"),
+        ({"tree": [[]]}, "rank paths"),
+        ({"tree": ["0"]}, "rank paths"),
+        ({"tree": [[0, 1]]}, "path above"),
+        ({"tree": [[0]], "num_draft_tokens": 3}, "num_draft_tokens"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "only 3 heads"),
+        ({"max_children": 0}, "max_children"),
+        ({"draft_sampling": "loud"}, "draft_sampling"),
+    ],
+)
+def test_settings_are_checked(model: Any, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSettingError, match=message):
+        run(model, prompt(), max_new_tokens=4, **asked(**config))
+
+
+def test_heads_that_do_not_exist(model: Any) -> None:
+    with pytest.raises(AdapterError, match="no heads 'other', but 'default'"):
+        run(model, prompt(), max_new_tokens=4, **asked(adapter="other"))

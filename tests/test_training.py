@@ -1,0 +1,373 @@
+"""Training: what is recorded is what the model said, losses are the formulas, and a run can be interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import letter_tokenizer, prompt, run
+from safetensors.torch import load_file
+
+import hf_specdec
+from hf_specdec.cli import main
+from hf_specdec.errors import ConfigurationError, TrainingDataError
+from hf_specdec.heads import MedusaConfig
+from hf_specdec.testing import tiny_model
+from hf_specdec.training import DataSettings, TrainingSettings, read_prompts, train_heads
+from hf_specdec.training.data import AnswerCache, answer, encode
+from hf_specdec.training.losses import distillation_loss, feature_loss, head_weights
+from hf_specdec.training.train import Positions, frequent_tokens, split
+
+PROMPTS = ["hello there", "what now", "a longer prompt than these", "one", "two", "three", "ja", "nein", "abc", "xyz"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return file
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    tiny_model("llama").save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
+    return folder
+
+
+# ---------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "hi"}, [("user", "hi")]),
+        ({"text": "hi", "label": 3}, [("user", "hi")]),
+        ({"turns": ["first", "second"]}, [("user", "first")]),
+        ({"question": "why?", "answer": "because"}, [("user", "why?")]),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, [("user", "Add.\n\n1 2")]),
+        ({"instruction": "Add.", "input": ""}, [("user", "Add.")]),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "S"},
+                    {"role": "user", "content": "U"},
+                    {"role": "assistant", "content": "A"},
+                ]
+            },
+            [("system", "S"), ("user", "U")],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "U"},
+                    {"from": "gpt", "value": "A"},
+                    {"from": "human", "value": "V"},
+                ]
+            },
+            [("user", "U"), ("assistant", "A"), ("user", "V")],
+        ),
+    ],
+)
+def test_prompts_in_the_usual_formats(tmp_path: Path, row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(row) + "\n\n")
+    (chat,) = read_prompts(file)
+    assert [(message["role"], message["content"]) for message in chat] == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "not json\n",
+        '{"other": 1}\n',
+        '{"prompt": 3}\n',
+        '{"turns": "x"}\n' * 0 + '{"messages": [{"role": "user"}]}\n',
+        "[1]\n",
+        '{"messages": [{"role": "assistant", "content": "A"}]}\n',
+    ],
+)
+def test_prompts_that_cannot_be_read(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(TrainingDataError, match=r"data\.jsonl"):
+        read_prompts(file)
+
+
+def test_a_folder_of_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="`datasets` is an extra")
+    datasets.Dataset.from_list([{"prompt": text} for text in PROMPTS]).save_to_disk(tmp_path / "set")
+    assert [chat[0]["content"] for chat in read_prompts(tmp_path / "set")] == PROMPTS
+    with pytest.raises(TrainingDataError, match="cannot be read as a data set"):
+        read_prompts(tmp_path)
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_answers_are_what_generate_says_and_hidden_states_what_the_model_computes(do_sample: bool) -> None:
+    model, inputs = tiny_model("llama"), prompt(3, padding=3)
+    prompts = [
+        ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    settings = DataSettings(max_new_tokens=14, temperature=1.2)
+    sampling = {"do_sample": True, "temperature": 1.2} if do_sample else {"do_sample": False}
+    plain, _ = run(model, inputs, seed=5, max_new_tokens=14, eos_token_id=2, **sampling)
+    model.generation_config.eos_token_id = 2
+    answers = answer(model, prompts, settings, do_sample, seed=5)
+    for row, (one, text) in enumerate(zip(answers, prompts, strict=True)):
+        said = plain[row, 12:].tolist()
+        said = said[: said.index(2) + 1] if 2 in said else said
+        assert one.tokens.tolist() == said
+        with torch.no_grad():
+            output = model.model(torch.tensor([text + said[:-1]])).last_hidden_state[0, len(text) - 1 :]
+            probabilities = model.lm_head(output).softmax(-1)
+        torch.testing.assert_close(one.hidden.float(), output, rtol=0.02, atol=0.02)  # kept as bfloat16
+        best = probabilities.topk(8)
+        torch.testing.assert_close(one.label_probabilities.float(), best.values, rtol=2e-3, atol=1e-3)
+        assert (one.label_tokens == best.indices).float().mean() > 0.99
+
+
+def test_answers_of_one_token() -> None:
+    model = tiny_model("llama")
+    (one,) = answer(model, [[5, 6, 7]], DataSettings(max_new_tokens=1), do_sample=False, seed=0)
+    assert one.tokens.shape == (0,)
+    assert one.hidden.shape == (0, 32)
+
+
+def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> None:
+    model, settings = tiny_model("llama"), DataSettings(max_new_tokens=6, batch_size=2, answers_per_prompt=2)
+    prompts = [[5, 6], [7, 8, 9], [4], [9, 9, 9], [3, 4]]
+    cache = AnswerCache(tmp_path, model, prompts, settings)
+    assert len(cache.shards) == 6
+    counts = [cache.make(shard) for shard in cache.shards]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    assert len(times) == 6
+    again = AnswerCache(tmp_path, tiny_model("llama"), prompts, settings)
+    assert [again.make(shard) for shard in again.shards] == counts
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == times
+    answers = again.read()
+    assert len(answers["tokens"]) == len(answers["hidden"]) == int(answers["lengths"].sum()) == sum(counts)
+    assert len(answers["prompts"].unique()) == 5
+    part = again.read(max_positions=counts[0] + 1)
+    assert len(part["tokens"]) == counts[0] + counts[1]
+    for other in (
+        lambda: AnswerCache(tmp_path, tiny_model("llama", seed=1), prompts, settings),
+        lambda: AnswerCache(tmp_path, model, prompts[:-1], settings),
+        lambda: AnswerCache(tmp_path, model, prompts, DataSettings(max_new_tokens=7, batch_size=2)),
+    ):
+        with pytest.raises(TrainingDataError, match="another model"):
+            other()
+
+
+def test_long_prompts_are_left_out() -> None:
+    tokenizer = letter_tokenizer()
+    chats = [[{"role": "user", "content": text}] for text in ("abc", "a" * 30)]
+    assert encode(tokenizer, chats, most=10) == [tokenizer("abc")["input_ids"]]
+
+
+# ---------------------------------------------------------------- positions and losses
+
+
+def _answers() -> dict[str, torch.Tensor]:
+    """Two answers, of 4 tokens and of 2; everything says where it stands."""
+    tokens = torch.tensor([10, 11, 12, 13, 20, 21], dtype=torch.int32)
+    return {
+        "tokens": tokens,
+        "hidden": tokens[:, None].bfloat16().expand(-1, 3),
+        "label_tokens": torch.stack([tokens, tokens + 50], dim=1),
+        "label_probabilities": torch.tensor([[0.75, 0.25]]).half().expand(6, -1),
+        "lengths": torch.tensor([4, 2], dtype=torch.int32),
+        "prompts": torch.tensor([1, 2]),
+    }
+
+
+def test_positions_line_up() -> None:
+    output_of = torch.full((97,), -1)
+    output_of[[11, 12, 13, 21, 62]] = torch.arange(5)
+    positions = Positions(_answers(), num_heads=2, output_of=output_of)
+    assert len(positions) == 4  # the last token of an answer has nothing ahead
+    batch = positions.__getitems__(range(4))
+    assert batch["hidden"][:, 0].tolist() == [10, 11, 12, 20]
+    assert batch["exists"].tolist() == [[True, True], [True, True], [True, False], [True, False]]
+    seen = batch["exists"]
+    assert batch["before"][:, 0].tolist() == [10, 11, 12, 20]  # what the last hidden state gave: the root of the draft
+    assert batch["before"][:2, 1].tolist() == [11, 12]
+    assert batch["target"][seen].tolist() == [0, 1, 1, 2, 2, 3]  # outputs of tokens 11 12, 12 13, 13, 21
+    assert batch["features"][..., 0][seen].tolist() == [11, 12, 12, 13, 13, 21]
+    assert batch["label_outputs"][0].tolist() == [[0, -1], [1, 4]]  # 11 and 61, 12 and 62
+    assert positions[3]["hidden"].tolist() == [20, 20, 20]
+
+
+def test_distillation_loss_is_the_cross_entropy_over_what_can_be_drafted() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]]).expand(3, -1)
+    outputs = torch.tensor([[0, 1], [2, -1], [-1, -1]])
+    probabilities = torch.tensor([[0.6, 0.2], [0.3, 0.7], [0.5, 0.5]])
+    log_q = logits[0].log_softmax(-1)
+    expected = [-(0.75 * log_q[0] + 0.25 * log_q[1]), -log_q[2], torch.tensor(0.0)]
+    torch.testing.assert_close(distillation_loss(logits, outputs, probabilities), torch.stack(expected))
+
+
+def test_the_other_losses() -> None:
+    state, hidden = torch.tensor([[0.0, 3.0]]), torch.tensor([[0.5, 0.0]])
+    torch.testing.assert_close(feature_loss(state, hidden), torch.tensor([(0.5 * 0.25 + 2.5) / 2]))
+    torch.testing.assert_close(head_weights(3, 0.5), torch.tensor([4.0, 2.0, 1.0]) / 7)
+
+
+def test_frequent_tokens() -> None:
+    answers = _answers()
+    # every token counts once, and 0.75 as a label; 50 more counts 0.25
+    assert frequent_tokens(answers, 6, 97).tolist() == [10, 11, 12, 13, 20, 21]
+    assert frequent_tokens(answers, 8, 97).tolist() == [10, 11, 12, 13, 20, 21, 60, 61]
+
+
+def test_split_keeps_prompts_together_and_loses_nothing() -> None:
+    lengths = torch.randint(1, 5, (400,), generator=torch.Generator().manual_seed(0)).int()
+    count = int(lengths.sum())
+    answers = {
+        "tokens": torch.arange(count),
+        "lengths": lengths,
+        "prompts": torch.randint(0, 2**31, (200,), generator=torch.Generator().manual_seed(1)).repeat(2),
+    }
+    training, held_out = split(answers, 0.2)
+    assert sorted([*training["tokens"].tolist(), *held_out["tokens"].tolist()]) == list(range(count))
+    assert not set(training["prompts"].tolist()) & set(held_out["prompts"].tolist())
+    assert 0.1 < len(held_out["lengths"]) / 400 < 0.3
+    assert int(training["lengths"].sum()) == len(training["tokens"])
+
+
+# ---------------------------------------------------------------- the whole way
+
+_DATA = DataSettings(max_new_tokens=24, batch_size=4, answers_per_prompt=2)
+_SETTINGS = TrainingSettings(epochs=3, batch_size=32, learning_rate=0.02, eval_part=0.3, dtype="float32")
+
+
+def _train(prompts: Path, output: Path, **changes: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    settings = {
+        "config": MedusaConfig(num_heads=2, head_type="sequential"),
+        "data_settings": _DATA,
+        "settings": _SETTINGS,
+    }
+    report = train_heads(
+        tiny_model("llama"), letter_tokenizer(), [prompts], output, progress=False, **{**settings, **changes}
+    )
+    return report, load_file(output / "adapter_model.safetensors")
+
+
+def test_training_learns_saves_and_leaves_the_model_alone(prompts: Path, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    flags = [weight.requires_grad for weight in model.parameters()]
+    report = train_heads(
+        model,
+        letter_tokenizer(),
+        [prompts],
+        tmp_path / "heads",
+        config=MedusaConfig(num_heads=2, head_type="sequential", draft_vocab_size=60),
+        data_settings=_DATA,
+        settings=_SETTINGS,
+        base_name="org/tiny",
+        progress=False,
+    )
+    assert {key: tensor.tolist() for key, tensor in model.state_dict().items()} == {
+        key: tensor.tolist() for key, tensor in before.items()
+    }
+    assert [weight.requires_grad for weight in model.parameters()] == flags
+    assert not hasattr(model, "peft_config")
+    assert report.positions > 50
+    assert len(report.heads) == 2
+    assert all(0 <= head["top1"] <= head["top10"] <= 1 for head in report.heads)
+    assert json.loads((tmp_path / "heads" / "training.json").read_text())["heads"] == report.heads
+    config = json.loads((tmp_path / "heads" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/tiny"
+    # on what it was trained on, it foresees more than heads that know nothing
+    model.load_adapter(str(tmp_path / "heads"))
+    inputs = {"input_ids": torch.tensor([letter_tokenizer()("hello there")["input_ids"]])}
+    with hf_specdec.record() as stats:
+        run(model, inputs, max_new_tokens=20, speculative_mode="medusa", speculative_config={"num_draft_tokens": 8})
+    assert stats.mean_acceptance_length > 1.2
+
+
+def test_the_same_seed_gives_the_same_heads_and_another_does_not(prompts: Path, tmp_path: Path) -> None:
+    _, first = _train(prompts, tmp_path / "a")
+    _, second = _train(prompts, tmp_path / "b")
+    assert {key: tensor.tolist() for key, tensor in first.items()} == {
+        key: tensor.tolist() for key, tensor in second.items()
+    }
+    _, third = _train(prompts, tmp_path / "c", settings=TrainingSettings(**{**vars(_SETTINGS), "seed": 1}))
+    assert any(not torch.equal(first[key], third[key]) for key in first)
+
+
+def test_an_interrupted_training_goes_on_and_ends_the_same(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = _train(prompts, tmp_path / "whole")
+
+    class PowerCut(Exception):
+        pass
+
+    # while answering: after three batches
+    made = []
+    original = AnswerCache.make
+
+    def make(self: AnswerCache, shard: Any) -> int:
+        if len(made) == 3:
+            raise PowerCut
+        made.append(shard.name)
+        return original(self, shard)
+
+    output = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerCache, "make", make)
+        with pytest.raises(PowerCut):
+            _train(prompts, output)
+    assert len(list((output / "answers").glob("*.safetensors"))) == 3
+    # while training: after the first epoch
+    from hf_specdec.training import train as module
+
+    forward = module.HeadsInTraining.forward
+
+    def cut(self: Any, **batch: Any) -> Any:
+        if self.training and any((output / "checkpoints").glob("checkpoint-*")):
+            raise PowerCut
+        return forward(self, **batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.HeadsInTraining, "forward", cut)
+        with pytest.raises(PowerCut):
+            _train(prompts, output)
+    assert len(list((output / "checkpoints").glob("checkpoint-*"))) == 1
+    _, resumed = _train(prompts, output)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(resumed[key], tensor)
+    with pytest.raises(TrainingDataError, match="other settings"):
+        _train(prompts, output, settings=TrainingSettings(**{**vars(_SETTINGS), "epochs": 4}))
+
+
+def test_command_line(prompts: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train-heads", "--base", str(base), "--data", str(prompts), "--output", str(tmp_path / "heads")]
+    arguments += ["--num-heads", "2", "--draft-vocab-size", "50", "--max-new-tokens", "16", "--epochs", "1"]
+    arguments += ["--eval-part", "0.3", "--batch-size", "64", "--kind", "independent", "--device", "cpu"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "head 0: top-1" in said
+    assert "head 1: top-1" in said
+    report = json.loads((tmp_path / "heads" / "training.json").read_text())
+    assert report["command"].startswith("hf-specdec")
+    assert load_file(tmp_path / "heads" / "adapter_model.safetensors")
+    assert main([*arguments[:4], str(tmp_path / "absent.jsonl"), *arguments[5:]]) == 2
+
+
+def test_settings_are_checked() -> None:
+    for settings in ({"answers_per_prompt": 0}, {"batch_size": 0}, {"temperature": 0.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(settings))):
+            DataSettings(**settings)
+    for settings in ({"epochs": 0}, {"learning_rate": -1.0}, {"eval_part": 1.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(settings))):
+            TrainingSettings(**settings)
