@@ -204,7 +204,7 @@ def _load(file: Path, only: re.Pattern[str] | None = None) -> dict[str, torch.Te
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
-                return {key: opened.get_tensor(key) for key in opened if only is None or only.match(key)}
+                return {key: opened.get_tensor(key) for key in list(opened.keys()) if only is None or only.match(key)}
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)  # never run what a pickle holds
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {type(error).__name__}: {error}") from error

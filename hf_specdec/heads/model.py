@@ -435,7 +435,7 @@ def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], ad
     file = cached_file(str(source), SAFETENSORS_WEIGHTS_NAME, **download)
     try:
         with safe_open(file, "pt") as opened:
-            shapes = {_own_name(key): tuple(opened.get_slice(key).get_shape()) for key in opened}
+            shapes = {_own_name(key): tuple(opened.get_slice(key).get_shape()) for key in list(opened.keys())}
     except (SafetensorError, OSError) as error:
         raise AdapterError(
             f"The heads {adapter_name!r} could not be loaded: {type(error).__name__}: {error}"
