@@ -118,14 +118,17 @@ class EarlyExitConfig(SpeculativeConfig):
     """Settings of `early_exit`.
 
     Args:
-        exit_layer: E, the number of layers that draft. `"auto"` measures on the prompts how well a few exits agree with
-            the model and takes the one that promises most, or none.
+        exit_layer: E, the number of layers that draft. `"auto"` takes the exit that a loaded adapter was trained for;
+            else it measures on the prompts how well a few exits agree with the model and takes the one that promises
+            most, or none.
+        adapter: name of the adapter with a trained exit; None takes the active one, if there is one.
         num_alternatives: tokens drafted beside the likeliest one at every depth; 0 drafts chains.
         draft_sampling: when the target samples, `"tape"` lets the exit read the target's own noise, so that both pick
             the same token as often as can be (arXiv:2408.07978); `"greedy"` takes its argmax.
     """
 
     exit_layer: int | Literal["auto"] = "auto"
+    adapter: str | None = None
     num_alternatives: int = 1
     draft_sampling: Literal["tape", "greedy"] = "tape"
 

@@ -16,7 +16,7 @@ import torch
 from . import cache as kv
 from . import tree
 from .compat import CACHE_KEY
-from .halves import Halves
+from .halves import Halves, Handover, watch
 from .structure import DENSE_MASKS, MaskKind, Support
 
 # Holes are squeezed out once they are more than this part of the slots
@@ -68,6 +68,9 @@ class CachedModel:
         self.capacity = kv.capacity(cache)
         self._width = 0
         self._begun: _Begun | None = None
+        # exit whose hidden states the forwards leave in `tapped [B, n, d]`, for drafters that read them
+        self.tap: int | None = None
+        self.tapped: torch.Tensor | None = None
         self._with_positions = _takes_positions(model)
         # some models leave their window to the cache, which shows a block more than each of its tokens may see
         self.has_windows = kv.has_windows(cache)
@@ -109,7 +112,13 @@ class CachedModel:
                 return self._finish(tokens, parents)
             self.abandon()
         self._width = max(len(row) for row in tokens)
-        return self.model(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
+        if self.tap is None:
+            return self.model(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
+        seen: dict[int, Handover] = {}
+        with watch(self.model, [self.tap], None, seen):
+            output = self.model(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
+        self.tapped = seen[self.tap].hidden
+        return output
 
     def _inputs(
         self,
@@ -163,6 +172,14 @@ class CachedModel:
         than others. `forward` goes on from there with the nodes that are verified.
         """
         return self._begin(halves, tokens, parents, halves.below).logits
+
+    def hidden_below(
+        self, halves: Halves, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """As `forward_below`, without the LM head: the hidden states at the exit `[B, m, d]`."""
+        self._begin(halves, tokens, parents, halves.below_headless)
+        assert self._begun is not None
+        return self._begun.hidden[:, -max(map(len, tokens)) :]
 
     @property
     def has_begun(self) -> bool:
@@ -275,6 +292,8 @@ class CachedModel:
             kv.drop_last(self.cache, height - width, halves.exit_layer)
             index = index.to(begun.hidden.device)[..., None].expand(-1, -1, begun.hidden.shape[-1])
             begun.hidden = begun.hidden.gather(1, index)
+        if self.tap == halves.exit_layer:
+            self.tapped = begun.hidden
         layers = range(halves.exit_layer, halves.num_layers)
         with halves.given(begun.hidden):
             output = halves.above(**self._inputs(tokens, parents, 0, layers), **halves.quiet, return_dict=True)

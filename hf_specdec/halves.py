@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -151,22 +152,29 @@ def find_layers(model: Any) -> tuple[tuple[str, ...], Sequence[nn.Module]]:
 
 
 @contextmanager
-def watch(model: Any, exits: Sequence[int], positions: Sequence[int], seen: dict[int, Handover]) -> Iterator[None]:
-    """Put into `seen` what leaves the layers below these exits in the forward inside, at these (negative) positions.
+def watch(
+    model: Any, exits: Sequence[int], positions: Sequence[int] | None, seen: dict[int, Handover]
+) -> Iterator[None]:
+    """Put into `seen` what leaves the layers below these exits in this thread's forward inside.
 
-    An exit above the last layer is the model's own. Hooks are there for as long as the context lasts.
+    At these (negative) positions, or at all. An exit above the last layer is the model's own. Hooks are there for as
+    long as the context lasts.
     """
     _, layers = find_layers(model)
     seen.clear()
+    thread = get_ident()
     hooks = []
     try:
         for exit_layer in exits:
 
             def keep(module: nn.Module, args: Any, output: Any, exit_layer: int = exit_layer) -> None:
+                if get_ident() != thread:  # other threads may be generating with the same model
+                    return
                 seen[exit_layer] = handover = Handover()
                 handover.take(output)
                 assert handover.hidden is not None
-                handover.hidden = handover.hidden[:, [at for at in positions if -at <= handover.hidden.shape[1]]]
+                if positions is not None:
+                    handover.hidden = handover.hidden[:, [at for at in positions if -at <= handover.hidden.shape[1]]]
 
             hooks.append(layers[exit_layer - 1].register_forward_hook(keep))
         yield

@@ -21,7 +21,7 @@ from .drafters.lookahead import LookaheadDrafter
 from .drafters.medusa import MedusaDrafter
 from .drafters.prompt_lookup import PromptLookupDrafter
 from .errors import ConflictingArgumentsError, UnknownModeError
-from .heads import find_heads
+from .heads import find_exit, find_heads, has_exit
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,16 @@ def _assistant(request: Request, config: AssistantConfig) -> Drafter:
 
 
 register_mode(Mode("assistant", AssistantConfig, _assistant, needs_assistant=True))
-register_mode(Mode("early_exit", EarlyExitConfig, lambda request, config: EarlyExitDrafter(request.model, config)))
+
+
+def _early_exit(request: Request, config: EarlyExitConfig) -> Drafter:
+    trained = None
+    if config.adapter is not None or (config.exit_layer == "auto" and has_exit(request.model)):
+        trained = find_exit(request.model, config.adapter)
+    return EarlyExitDrafter(request.model, config, trained)
+
+
+register_mode(Mode("early_exit", EarlyExitConfig, _early_exit))
 register_mode(Mode("lookahead", LookaheadConfig, lambda request, config: LookaheadDrafter(config)))
 register_mode(
     Mode(

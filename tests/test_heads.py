@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec.errors import AdapterError, InvalidSettingError
-from hf_specdec.heads import MedusaConfig, find_heads
+from hf_specdec.heads import MedusaConfig, find_exit, find_heads, has_exit
 from hf_specdec.testing import tiny_model
 
 # every kind of weights that an adapter may hold
@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "trimmed": {"head_type": "sequential", "draft_vocab_size": 40},
     "own": {"head_type": "independent", "own_lm_head": True, "num_layers": 2},
     "own_trimmed": {"head_type": "independent", "own_lm_head": True, "draft_vocab_size": 40},
+    "exit": {"head_type": "exit", "exit_layer": 2, "draft_vocab_size": 40},
 }
 
 
@@ -52,7 +53,7 @@ def trained(base: Any, kind: str = "sequential", adapter: str = "default", seed:
 
 def scramble(base: Any, adapter: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    heads = find_heads(base, adapter).heads
+    heads = found(base, adapter)
     with torch.no_grad():
         for weight in heads.parameters():
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
@@ -61,7 +62,12 @@ def scramble(base: Any, adapter: str, seed: int) -> None:
 
 
 def weights(base: Any, adapter: str | None = None) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in find_heads(base, adapter).heads.state_dict().items()}
+    return {key: tensor.clone() for key, tensor in found(base, adapter).state_dict().items()}
+
+
+def found(base: Any, adapter: str | None = None) -> Any:
+    """The module with an adapter's weights."""
+    return find_exit(base, adapter).weights if has_exit(base) else find_heads(base, adapter).heads
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -72,14 +78,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def statistics(model: Any) -> list[tuple[int, int]]:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    mode = "early_exit" if has_exit(base) else "medusa"
+    config = {"num_draft_tokens": 6}
     with hf_specdec.record() as stats:
-        run(
-            model,
-            prompt(2, padding=2),
-            max_new_tokens=16,
-            speculative_mode="medusa",
-            speculative_config={"num_draft_tokens": 6},
-        )
+        run(model, prompt(2, padding=2), max_new_tokens=16, speculative_mode=mode, speculative_config=config)
     return [(row.drafted, row.accepted) for row in stats.rows]
 
 
@@ -148,7 +151,7 @@ def test_several_adapters_by_name(base: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Setting active adapter to second"):  # PEFT's own
         loaded.delete_adapter("first")
     assert_equal(weights(fresh, "second"), two)
-    with pytest.raises(AdapterError, match="no heads 'first'"):
+    with pytest.raises(AdapterError, match="no Medusa heads 'first'"):
         find_heads(fresh, "first")
     plain = tiny_model("llama")
     plain.load_adapter(str(tmp_path / "one"), "first")
@@ -416,6 +419,9 @@ def test_disabled_adapters(base: Any) -> None:
         {"dtype": "int8"},
         {"own_lm_head": "yes"},
         {"base_probe": ["x"]},
+        {"exit_layer": 3},
+        {"exit_layer": None, "head_type": "exit"},
+        {"own_lm_head": True, "head_type": "exit", "exit_layer": 2},
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any]) -> None:

@@ -304,5 +304,5 @@ def test_settings_are_checked(model: Any, config: dict[str, Any], message: str) 
 
 
 def test_heads_that_do_not_exist(model: Any) -> None:
-    with pytest.raises(AdapterError, match="no heads 'other', but 'default'"):
+    with pytest.raises(AdapterError, match="no Medusa heads 'other', but 'default'"):
         run(model, prompt(), max_new_tokens=4, **asked(adapter="other"))

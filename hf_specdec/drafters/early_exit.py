@@ -7,10 +7,11 @@ controller has come to know it, no longer pays for another token. Beside the lik
 likeliest ones are drafted as leaves, which cost nothing until they are verified.
 
 It pays on models whose early layers were trained to predict (LayerSkip checkpoints); on others `exit_layer="auto"`
-declines. Where the two halves of a model, run one after the other, are not the model (see `structure.halves_agree`),
-the early layers draft with a cache of their own.
+declines, unless an adapter brings a trained exit (`heads.exit`), which then stands in for norm and LM head. Where the
+two halves of a model, run one after the other, are not the model (see `structure.halves_agree`), the early layers draft
+with a cache of their own.
 
-References: LayerSkip (arXiv:2404.16710), Draft & Verify (arXiv:2309.08168).
+References: LayerSkip (arXiv:2404.16710), Draft & Verify (arXiv:2309.08168), Kangaroo (arXiv:2404.18911).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..draft import Budget, Context, Draft, Scores, Verdict
 from ..errors import InvalidSettingError, UnsupportedModelError
 from ..forward import CachedModel
 from ..halves import Halves, Handover, find_layers, head_logits, watch
+from ..heads.exit import BoundExit, ExitReader
 from ..structure import halves_agree
 from .assistant import AssistantDrafter
 from .base import Drafter
@@ -49,14 +51,15 @@ class EarlyExitDrafter(Drafter):
     Args:
         model: the target.
         config: settings.
+        trained: an exit that was trained for this model (`heads.find_exit`); None takes final norm and LM head.
 
     Raises:
-        InvalidSettingError: the model has no such layer to exit from.
+        InvalidSettingError: the model has no such layer to exit from, or the trained exit is for another.
         UnsupportedModelError: the model's first layers cannot be run by themselves.
     """
 
-    def __init__(self, model: Any, config: EarlyExitConfig | None = None) -> None:
-        self.model, self.config = model, config or EarlyExitConfig()
+    def __init__(self, model: Any, config: EarlyExitConfig | None = None, trained: BoundExit | None = None) -> None:
+        self.model, self.config, self.trained = model, config or EarlyExitConfig(), trained
         _, layers = find_layers(model)
         self.num_layers = len(layers)
         if self.num_layers < 2:
@@ -65,7 +68,14 @@ class EarlyExitDrafter(Drafter):
                 "speculative_mode."
             )
         self._layer_size = sum(weight.numel() for layer in layers for weight in layer.parameters()) / len(layers)
-        if self.config.exit_layer == "auto":
+        if trained is not None:
+            if self.config.exit_layer not in ("auto", trained.exit_layer):
+                raise InvalidSettingError(
+                    f"exit_layer is {self.config.exit_layer}, but the adapter's exit is trained for layer "
+                    f"{trained.exit_layer}. Leave exit_layer out."
+                )
+            self._exits = [trained.exit_layer]
+        elif self.config.exit_layer == "auto":
             self._exits = sorted({min(max(1, round(part * len(layers))), len(layers) - 1) for part in _EXITS})
         else:
             self._exits = [self.config.exit_layer]
@@ -74,19 +84,26 @@ class EarlyExitDrafter(Drafter):
                 f"exit_layer must be between 1 and {len(layers) - 1} for {type(model).__name__} with its "
                 f"{len(layers)} layers, got {self.config.exit_layer!r}."
             )
-        self._measures = self.config.exit_layer == "auto"
+        self._measures = self.config.exit_layer == "auto" and trained is None
         # whether the layers' work on the draft can be taken over by verification
         self._reuses = halves_agree(model, self._exits[0])
+        if not self._reuses and trained is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be run in two halves, so a trained exit cannot draft for it. Use "
+                "another speculative_mode."
+            )
         if not self._reuses:
             self._with_own_cache(self._exits[0])  # raises where that cannot be done either
         self._target: CachedModel | None = None
         self._watched: dict[int, Handover] = {}
         self._halves: Halves | None = None
         self._own_cache: AssistantDrafter | None = None
+        self._reader: ExitReader | None = None
         self._decided = False
 
     def start(self, context: Context) -> None:
-        self._target = self._halves = self._own_cache = None
+        self._target = self._halves = self._own_cache = self._reader = None
+        self._prompt_lengths = context.prompt_lengths
         self._decided = False
         self._watched.clear()  # an exception may have left what an earlier call saw
         reach = min(_REACH, *context.prompt_lengths)
@@ -94,6 +111,8 @@ class EarlyExitDrafter(Drafter):
         self._positions = [-1 - place * reach // count for place in range(min(count, reach))]
 
     def watching(self) -> AbstractContextManager[Any]:
+        if self.trained is not None:
+            return watch(self.model, self._exits, None, self._watched)
         agreed = _agreement.get(self.model, {})
         if not self._measures or all(agreed.get(exit_layer, [0, 0])[1] >= _ENOUGH for exit_layer in self._exits):
             return nullcontext()
@@ -101,7 +120,14 @@ class EarlyExitDrafter(Drafter):
 
     def attach(self, target: CachedModel) -> None:
         self._target = target
-        if self._watched:
+        if self.trained is not None:
+            target.tap = self.trained.exit_layer
+            self._reader = ExitReader(self.trained, len(self._prompt_lengths))
+            hidden = self._watched.pop(self.trained.exit_layer).hidden
+            assert hidden is not None
+            for row, length in enumerate(self._prompt_lengths):
+                self._reader.commit(row, hidden[row, -length:])
+        elif self._watched:
             self._measure()
 
     @torch.no_grad()
@@ -117,13 +143,18 @@ class EarlyExitDrafter(Drafter):
     def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         if self._own_cache is not None:
             self._own_cache.observe(context, draft, scores, verdict)
+        if self._reader is not None and self._target is not None:
+            hidden = self._target.tapped
+            assert hidden is not None
+            for place, row in enumerate(scores.rows):
+                if verdict.committed[row]:
+                    self._reader.commit(row, hidden[place, verdict.kept[row]])
 
     # ------------------------------------------------------------------ drafting with the target's cache
 
     def _draft(self, context: Context, budget: Budget) -> Draft:
-        target, halves = self._target, self._halves
+        target = self._target
         assert target is not None
-        assert halves is not None
         rows = target.rows
         room = {row: 0 if context.finished[row] else min(budget.depth[row], budget.nodes) for row in rows}
         longest = max(room.values())
@@ -134,7 +165,9 @@ class EarlyExitDrafter(Drafter):
         width = 1 + (self.config.num_alternatives if branches else 0)
         tree = _GrowingTree(context)
         columns: list[torch.Tensor] = []
-        logits = target.forward_below(halves, [[context.tokens[row][-1]] for row in rows], [[-1]] * len(rows))
+        if self._reader is not None:
+            self._reader.start_drafting()
+        logits = self._below([[context.tokens[row][-1]] for row in rows], [[-1]] * len(rows))
         for depth in range(1, longest + 1):
             active = [row for row in rows if room[row] >= depth]
             index = [rows.index(row) for row in active]
@@ -148,8 +181,22 @@ class EarlyExitDrafter(Drafter):
                 break
             on = [row for row in active if room[row] > depth]
             following = [[tree.chains[row][-1]] if row in on else [] for row in rows]
-            logits = target.forward_below(halves, following, [[depth - 1] * len(new) for new in following])
+            logits = self._below(following, [[depth - 1] * len(new) for new in following])
         return tree.draft(torch.stack([columns[0], *columns], dim=1) if columns else None)
+
+    def _below(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The exit's scores `[B, 1, V]` of what follows these nodes, one a row or none."""
+        target, halves = self._target, self._halves
+        assert target is not None
+        assert halves is not None
+        if self._reader is None or self.trained is None:
+            return target.forward_below(halves, tokens, parents)
+        hidden = target.hidden_below(halves, tokens, parents)[:, -1]
+        places = [place for place, new in enumerate(tokens) if new]
+        logits = self._reader.draft([target.rows[place] for place in places], hidden[places])
+        spread = logits.new_zeros(len(tokens), 1, self.trained.vocab_size)
+        spread[places, 0] = self.trained.spread(logits)
+        return spread
 
     def _pick(
         self, context: Context, logits: torch.Tensor, rows: Sequence[int], chains: Sequence[list[int]], width: int

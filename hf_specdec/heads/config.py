@@ -9,7 +9,7 @@ from peft import PeftConfig
 
 from ..errors import InvalidSettingError
 
-HEAD_TYPES = ("independent", "sequential")
+HEAD_TYPES = ("independent", "sequential", "exit")
 DTYPES = ("float32", "bfloat16", "float16")
 # larger ones are no heads but an attempt to fill the memory
 _MOST = {"num_heads": 32, "num_layers": 16}
@@ -22,10 +22,13 @@ class MedusaConfig(PeftConfig):
     Main arguments:
         num_heads: heads; head k predicts the token k + 2 positions on, so a draft is at most so deep.
         num_layers: residual blocks of a head.
-        head_type: `"independent"` (Medusa: every head sees the last hidden state alone) or `"sequential"` (Hydra,
-            arXiv:2402.05109: a head goes on from the head before it and also sees the token drafted there).
+        head_type: `"independent"` (Medusa: every head sees the last hidden state alone), `"sequential"` (Hydra,
+            arXiv:2402.05109: a head goes on from the head before it and also sees the token drafted there), or `"exit"`
+            (Kangaroo, arXiv:2404.18911: a single decoder layer on the hidden state at an early exit, for mode
+            `early_exit`).
         draft_vocab_size: tokens that the heads can draft (FR-Spec, arXiv:2502.14856); None takes all. Which ones is
             the `token_map` among the weights: the first so many until training or conversion chooses better.
+        exit_layer: of `"exit"`: E, the number of the base model's layers below it.
         own_lm_head: whether the heads have output layers of their own; otherwise they share the model's.
 
     Other arguments:
@@ -44,6 +47,7 @@ class MedusaConfig(PeftConfig):
     num_layers: int = field(default=1, metadata={"help": "Residual blocks of a head."})
     head_type: str = field(default="independent", metadata={"help": "'independent' or 'sequential'."})
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the heads can draft."})
+    exit_layer: int | None = field(default=None, metadata={"help": "Layers of the base model below a trained exit."})
     own_lm_head: bool = field(default=False, metadata={"help": "Whether the heads have output layers of their own."})
     dtype: str | None = field(default=None, metadata={"help": "dtype of the weights; None takes the base model's."})
     hidden_size: int | None = field(default=None, metadata={"help": "Hidden size of the base model."})
@@ -59,7 +63,7 @@ class MedusaConfig(PeftConfig):
         self.peft_type = PEFT_TYPE
         if self.task_type is None:
             self.task_type = "CAUSAL_LM"
-        for name in ("num_heads", "num_layers", "draft_vocab_size", "hidden_size", "vocab_size"):
+        for name in ("num_heads", "num_layers", "draft_vocab_size", "exit_layer", "hidden_size", "vocab_size"):
             value = getattr(self, name)
             if value is None and name not in _MOST:
                 continue
@@ -72,6 +76,10 @@ class MedusaConfig(PeftConfig):
             raise InvalidSettingError(
                 f"head_type must be {' or '.join(map(repr, HEAD_TYPES))}, got {self.head_type!r}."
             )
+        if (self.head_type == "exit") != (self.exit_layer is not None):
+            raise InvalidSettingError("exit_layer goes with head_type='exit', and no other.")
+        if self.head_type == "exit" and self.own_lm_head:
+            raise InvalidSettingError("own_lm_head: a trained exit shares the model's LM head.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidSettingError(f"dtype of draft heads must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if not isinstance(self.own_lm_head, bool):

@@ -30,6 +30,7 @@ from transformers.utils.hub import DownloadKwargs
 from ..errors import AdapterError
 from .card import model_card
 from .config import MedusaConfig
+from .exit import BoundExit, TrainedExit
 from .module import BoundHeads, MedusaHeads, lm_head_shape
 
 _NAME = "MEDUSA"
@@ -187,39 +188,59 @@ def find_heads(model: Any, adapter: str | None = None) -> BoundHeads:
     Raises:
         AdapterError: there are none, they are disabled, or they hold values that are not finite.
     """
+    heads, config = _find(model, adapter, MedusaHeads, "Medusa heads")
+    return BoundHeads(heads, config, model)
+
+
+def find_exit(model: Any, adapter: str | None = None) -> BoundExit:
+    """The trained exit of a model, that of the active adapter unless another is named. Raises as `find_heads`."""
+    weights, config = _find(model, adapter, TrainedExit, "trained exit")
+    return BoundExit(weights, config, model)
+
+
+def has_exit(model: Any) -> bool:
+    """Whether a model has a trained exit that is active."""
+    try:
+        find_exit(model)
+    except AdapterError:
+        return False
+    return True
+
+
+def _find(model: Any, adapter: str | None, kind: type, called: str) -> tuple[Any, MedusaConfig]:
     container = getattr(model, _CONTAINER, None)
-    names = list(container.medusa_heads) if container is not None else []
+    names = [] if container is None else [key for key, heads in container.medusa_heads.items() if type(heads) is kind]
     name = type(model).__name__
     if container is None or not names:
         raise AdapterError(
-            f"{name} has no Medusa heads. Load some first: model.load_adapter('org/heads'), or "
-            "PeftModel.from_pretrained(model, 'org/heads'); `hf-specdec train-heads` trains them."
+            f"{name} has no {called}. Load an adapter first: model.load_adapter('org/heads'), or "
+            "PeftModel.from_pretrained(model, 'org/heads'); `hf-specdec train-heads` trains one."
         )
     if adapter is None:
         if container.disable_adapters:
             raise AdapterError(f"The adapters of {name} are disabled. Enable them, or name one: adapter={names[0]!r}.")
         active = [other for other in container.active_adapters if other in names]
+        if not active and container.active_adapters and len(names) == 1:
+            active = names  # the active one is of another kind
         if len(active) != 1:
             raise AdapterError(
-                f"{name} has the heads {', '.join(map(repr, names))}, and {len(active) or 'none'} of them active. "
+                f"{name} has the adapters {', '.join(map(repr, names))}, and {len(active) or 'none'} of them active. "
                 'Name one: speculative_config={"adapter": ...}.'
             )
         adapter = active[0]
     if adapter not in names:
-        raise AdapterError(f"{name} has no heads {adapter!r}, but {', '.join(map(repr, names))}.")
+        raise AdapterError(f"{name} has no {called} {adapter!r}, but {', '.join(map(repr, names))}.")
     heads = _heads(model, adapter)
     _check_finite(dict(heads.named_parameters()), adapter)
-    return BoundHeads(heads, model.peft_config[adapter], model)
+    return heads, model.peft_config[adapter]
 
 
 def _container(model: Any) -> HeadContainer:
     return getattr(model, _CONTAINER)
 
 
-def _heads(model: Any, adapter_name: str) -> MedusaHeads:
-    heads = _container(model).medusa_heads[adapter_name]
-    assert isinstance(heads, MedusaHeads)
-    return heads
+def _heads(model: Any, adapter_name: str) -> Any:
+    return _container(model).medusa_heads[adapter_name]
 
 
 def _base_of(model: Any) -> Any:
@@ -237,10 +258,9 @@ def _add_heads(model: Any, adapter_name: str, config: MedusaConfig) -> None:
         config.base_probe = base_probe(model)
     heads = _new_heads(config, model)
     output = model.get_output_embeddings()
-    if heads.lm_heads is not None and output.weight.is_floating_point():
+    if config.own_lm_head and output.weight.is_floating_point():
         with torch.no_grad():
             for layer in heads.lm_heads:
-                assert isinstance(layer, nn.Linear)
                 layer.weight.copy_(output.weight[: layer.out_features])
     if config.inference_mode:
         for weight in heads.parameters():
@@ -254,8 +274,10 @@ def _add_heads(model: Any, adapter_name: str, config: MedusaConfig) -> None:
     _container(model).medusa_heads[adapter_name] = heads
 
 
-def _new_heads(config: MedusaConfig, model: Any) -> MedusaHeads:
+def _new_heads(config: MedusaConfig, model: Any) -> Any:
     vocab_size, hidden_size = lm_head_shape(model)
+    if config.head_type == "exit":
+        return TrainedExit(config, hidden_size)
     return MedusaHeads(config, hidden_size, model.get_input_embeddings().embedding_dim, vocab_size)
 
 
@@ -287,6 +309,9 @@ def _check_base(config: MedusaConfig, model: Any) -> None:
     ):
         if wanted is not None and wanted != found:
             raise AdapterError(f"These heads are for a {what} of {wanted}; {name} has {found}{of}.")
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if config.exit_layer is not None and config.exit_layer >= layers:
+        raise AdapterError(f"This exit is after layer {config.exit_layer}; {name} has only {layers} layers{of}.")
     if config.draft_vocab_size is not None and config.draft_vocab_size > vocab_size:
         raise AdapterError(
             f"These heads draft from {config.draft_vocab_size} tokens; {name} has only {vocab_size}{of}."
@@ -305,7 +330,7 @@ def _check_base(config: MedusaConfig, model: Any) -> None:
         )
 
 
-def _check_shapes(shapes: dict[str, tuple[int, ...]], heads: MedusaHeads, adapter_name: str) -> None:
+def _check_shapes(shapes: dict[str, tuple[int, ...]], heads: nn.Module, adapter_name: str) -> None:
     """Raise `AdapterError` unless the tensors of such heads have these names and shapes."""
     expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items()}
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
@@ -319,9 +344,7 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]], heads: MedusaHeads, adapte
         raise AdapterError(f"The heads {adapter_name!r} do not hold what their config says: {'; '.join(problems)}.")
 
 
-def _check_tensors(
-    loaded: dict[str, torch.Tensor], heads: MedusaHeads, config: MedusaConfig, adapter_name: str
-) -> None:
+def _check_tensors(loaded: dict[str, torch.Tensor], heads: nn.Module, config: MedusaConfig, adapter_name: str) -> None:
     """Raise `AdapterError` unless these are the tensors of such heads, by name, shape and value."""
     _check_shapes({key: tuple(tensor.shape) for key, tensor in loaded.items()}, heads, adapter_name)
     _check_finite(loaded, adapter_name)

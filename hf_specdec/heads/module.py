@@ -6,6 +6,7 @@ Shapes: k positions, d hidden size, H heads, V_d tokens that can be drafted.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -80,7 +81,81 @@ class MedusaHeads(nn.Module):
         return next(self.parameters()).dtype
 
 
-class BoundHeads:
+# weights of an adapter -> [what the copy was made of, rows of the LM head, their biases]
+_draft_weights: WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
+
+
+class SharedLMHead:
+    """The part of the base model's LM head that an adapter drafts with.
+
+    Args:
+        weights: of the adapter: `token_map`, and a dtype.
+        model: the base model.
+        shares: whether the adapter has no output layers of its own.
+
+    Raises:
+        AdapterError: the base model's LM head cannot be shared in part.
+    """
+
+    def __init__(self, weights: Any, model: Any, shares: bool = True) -> None:
+        self.weights, self.model = weights, model
+        if shares and self.token_map is not None and not _is_plain(model.get_output_embeddings()):
+            raise AdapterError(
+                f"The LM head of {type(model).__name__} is no plain linear layer (quantized?), so heads with a trimmed "
+                "vocabulary cannot share it. Use heads with own_lm_head=True or without draft_vocab_size."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of the base model's LM head."""
+        return lm_head_shape(self.model)[0]
+
+    @property
+    def token_map(self) -> torch.Tensor | None:
+        """`[V_d]`: the token each output stands for; None where outputs are tokens."""
+        return self.weights.token_map
+
+    def tokens(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The tokens that these outputs stand for."""
+        return outputs if self.token_map is None else self.token_map[outputs]
+
+    @torch.no_grad()
+    def draft_from(self, tokens: torch.Tensor) -> None:
+        """Draft these tokens `[V_d]` from now on."""
+        assert self.token_map is not None
+        self.token_map.copy_(tokens)
+
+    def spread(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[k, V_d]` as scores `[k, V]` over the base model's vocabulary: what cannot be drafted gets -inf."""
+        if self.token_map is None:
+            return scores
+        wide = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+        wide[..., self.token_map] = scores
+        return wide
+
+    def shared_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores `[..., V_d]`, float32, of what the LM head would be given `[..., d]`."""
+        output = self.model.get_output_embeddings()
+        if self.token_map is None:
+            return output(states.to(self.model.dtype)).float()
+        weight, bias = self.draft_weight()
+        return functional.linear(states, weight, bias).float()
+
+    def draft_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows `[V_d, d]` of the shared LM head that can be drafted, and their biases. Copied once."""
+        output, token_map = self.model.get_output_embeddings(), self.token_map
+        assert token_map is not None
+        key = (*_version(output.weight), *_version(token_map), self.weights.dtype)
+        known = _draft_weights.get(self.weights)
+        if known is None or known[0] != key:
+            with torch.no_grad():
+                rows = token_map.to(output.weight.device)
+                bias = None if output.bias is None else output.bias.detach()[rows].to(self.weights.dtype)
+                known = _draft_weights[self.weights] = key, output.weight.detach()[rows].to(self.weights.dtype), bias
+        return known[1:]
+
+
+class BoundHeads(SharedLMHead):
     """Heads together with the base model whose embedding and LM head they use.
 
     Args:
@@ -93,13 +168,8 @@ class BoundHeads:
     """
 
     def __init__(self, heads: MedusaHeads, config: MedusaConfig, model: Any) -> None:
-        self.heads, self.config, self.model = heads, config, model
-        self._slice: tuple[tuple, torch.Tensor, torch.Tensor | None] | None = None
-        if heads.lm_heads is None and heads.token_map is not None and not _is_plain(model.get_output_embeddings()):
-            raise AdapterError(
-                f"The LM head of {type(model).__name__} is no plain linear layer (quantized?), so heads with a trimmed "
-                "vocabulary cannot share it. Use heads with own_lm_head=True or without draft_vocab_size."
-            )
+        super().__init__(heads, model, shares=heads.lm_heads is None)
+        self.heads, self.config = heads, config
 
     @property
     def num_heads(self) -> int:
@@ -108,20 +178,6 @@ class BoundHeads:
     @property
     def is_sequential(self) -> bool:
         return self.config.head_type == "sequential"
-
-    @property
-    def vocab_size(self) -> int:
-        """V, of the base model's LM head."""
-        return lm_head_shape(self.model)[0]
-
-    @property
-    def token_map(self) -> torch.Tensor | None:
-        """`[V_d]`: the token each output stands for; None where outputs are tokens."""
-        return self.heads.token_map
-
-    def tokens(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The tokens that these outputs of the heads stand for."""
-        return outputs if self.token_map is None else self.token_map[outputs]
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         """The state `[k, d]` that the heads start from, given the target's last hidden states `[k, d]`."""
@@ -144,37 +200,21 @@ class BoundHeads:
         """Scores `[k, V_d]` of a head in these states `[k, d]`, float32."""
         if self.heads.lm_heads is not None:
             return self.heads.lm_heads[head](state).float()
-        return self._shared(state)
+        return self.shared_logits(state)
 
     def all_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Scores `[H, k, V_d]` of all heads in their states `[H, k, d]`, float32."""
         if self.heads.lm_heads is not None:
             return torch.stack([self.logits(head, state) for head, state in enumerate(states)])
-        return self._shared(states)
+        return self.shared_logits(states)
 
     @torch.no_grad()
     def draft_from(self, tokens: torch.Tensor) -> None:
-        """Draft these tokens `[V_d]` from now on. Output layers of the heads' own start anew, as the LM head's rows."""
-        assert self.token_map is not None
-        self.token_map.copy_(tokens)
+        """As above. Output layers of the heads' own start anew, as the LM head's rows."""
+        super().draft_from(tokens)
         for layer in self.heads.lm_heads or ():
             assert isinstance(layer, nn.Linear)
-            layer.weight.copy_(self.model.get_output_embeddings().weight[self.token_map])
-
-    def spread(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[k, V_d]` as scores `[k, V]` over the base model's vocabulary: what cannot be drafted gets -inf."""
-        if self.token_map is None:
-            return scores
-        wide = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
-        wide[..., self.token_map] = scores
-        return wide
-
-    def _shared(self, states: torch.Tensor) -> torch.Tensor:
-        output = self.model.get_output_embeddings()
-        if self.token_map is None:
-            return output(states.to(self.model.dtype)).float()
-        weight, bias = self.draft_weight()
-        return functional.linear(states, weight, bias).float()
+            layer.weight.copy_(self.model.get_output_embeddings().weight[tokens])
 
     def output_weight(self, head: int) -> Any:
         """`[V_d, d]`: the output layer of a head, its own or its part of the shared one."""
@@ -183,18 +223,6 @@ class BoundHeads:
         if self.token_map is not None:
             return self.draft_weight()[0]
         return self.model.get_output_embeddings().weight.to(self.heads.dtype)
-
-    def draft_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows `[V_d, d]` of the shared LM head that can be drafted, and their biases. Copied once."""
-        output, token_map = self.model.get_output_embeddings(), self.token_map
-        assert token_map is not None
-        key = (*_version(output.weight), *_version(token_map), self.heads.dtype)
-        if self._slice is None or self._slice[0] != key:
-            with torch.no_grad():
-                rows = token_map.to(output.weight.device)
-                bias = None if output.bias is None else output.bias.detach()[rows].to(self.heads.dtype)
-                self._slice = key, output.weight.detach()[rows].to(self.heads.dtype), bias
-        return self._slice[1:]
 
 
 def lm_head_shape(model: Any) -> tuple[int, int]:

@@ -1,0 +1,205 @@
+"""A trained exit: one decoder layer that turns the hidden state at an early exit into scores (Kangaroo).
+
+It stands in for the layers above the exit while drafting. Its own keys and values are few, and are kept by `ExitReader`
+for one call of `generate`. Reference: Kangaroo (arXiv:2404.18911).
+
+Shapes: B rows, n tokens, T tokens seen before, d hidden size, h attention heads of c channels, V_d tokens to draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .config import MedusaConfig
+from .module import SharedLMHead
+
+_CHANNELS = 64
+_ROPE_BASE = 10_000.0
+# of the feed-forward network, relative to the hidden size
+_EXPANSION = 2
+
+
+class ExitLayer(nn.Module):
+    """Attention and a gated feed-forward network, each on normalised input and added to it; then a norm.
+
+    Both start by adding nothing, so that an untrained exit is the hidden state under a norm.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        inner = _EXPANSION * hidden_size
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.query = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.value = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.gate = nn.Linear(hidden_size, inner, bias=False)
+        self.up = nn.Linear(hidden_size, inner, bias=False)
+        self.down = nn.Linear(inner, hidden_size, bias=False)
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-5)
+        # channels of a head; the whole width where it cannot be divided
+        self.channels = _CHANNELS if hidden_size % _CHANNELS == 0 else hidden_size
+        for weight in (self.out.weight, self.down.weight):
+            nn.init.zeros_(weight)
+
+    def keys_and_values(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, h, n, c]` of tokens with these hidden states `[B, n, d]` at these positions `[B, n]`."""
+        normed = self.attention_norm(hidden)
+        return _rotated(self._split(self.key(normed)), positions), self._split(self.value(normed))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the LM head is given `[B, n, d]`.
+
+        Args:
+            hidden: `[B, n, d]`, at the exit.
+            positions: `[B, n]`.
+            keys, values: `[B, h, T + n, c]`, of these tokens and those before.
+            mask: `[B, 1, n, T + n]`, True where a token sees another; None where all see all.
+        """
+        queries = _rotated(self._split(self.query(self.attention_norm(hidden))), positions)
+        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        hidden = hidden + self.out(seen.transpose(1, 2).flatten(2))
+        normed = self.mlp_norm(hidden)
+        hidden = hidden + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return self.norm(hidden)
+
+    def _split(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.channels)).transpose(1, 2)
+
+
+def _rotated(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (arXiv:2104.09864) of `states [B, h, n, c]` at `positions [B, n]`."""
+    half = states.shape[-1] // 2
+    frequency = _ROPE_BASE ** (-torch.arange(half, device=states.device, dtype=torch.float32) / half)
+    angle = positions[:, None, :, None].float() * frequency
+    cosine, sine = angle.cos().to(states.dtype), angle.sin().to(states.dtype)
+    first, second, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
+
+
+class TrainedExit(nn.Module):
+    """The weights of one adapter.
+
+    Args:
+        config: its settings.
+        hidden_size: d, of the base model.
+    """
+
+    token_map: torch.Tensor | None
+
+    def __init__(self, config: MedusaConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.layer = ExitLayer(hidden_size)
+        # [V_d]: the token that each output stands for
+        self.register_buffer(
+            "token_map", torch.arange(config.draft_vocab_size) if config.draft_vocab_size is not None else None
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+
+class BoundExit(SharedLMHead):
+    """A trained exit together with the base model whose LM head it uses.
+
+    Args:
+        weights: the weights.
+        config: their settings.
+        model: the base model.
+
+    Raises:
+        AdapterError: the base model's LM head cannot be shared in part.
+    """
+
+    weights: TrainedExit
+
+    def __init__(self, weights: TrainedExit, config: MedusaConfig, model: Any) -> None:
+        super().__init__(weights, model)
+        self.config = config
+        assert config.exit_layer is not None
+        self.exit_layer = config.exit_layer
+
+    def logits(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Scores `[B, n, V_d]` after every token of whole texts: hidden states at the exit `[B, n, d]`, padded.
+
+        Args:
+            hidden: at the exit; padding stands on the right.
+            mask: `[B, n]`, True where there is a token.
+        """
+        hidden, layer = hidden.to(self.weights.dtype), self.weights.layer
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+        keys, values = layer.keys_and_values(hidden, positions)
+        causal = positions[:, :, None] >= positions[:, None, :]
+        seen = causal & mask[:, None, :] | torch.eye(hidden.shape[1], dtype=torch.bool, device=hidden.device)
+        return self.shared_logits(layer(hidden, positions, keys, values, seen[:, None]))
+
+
+class ExitReader:
+    """A trained exit reading the rows of one call of `generate`, token by token.
+
+    Args:
+        exit_: the exit.
+        rows: number of rows.
+    """
+
+    def __init__(self, exit_: BoundExit, rows: int) -> None:
+        self.exit = exit_
+        self._keys: list[torch.Tensor | None] = [None] * rows  # per row [1, h, T, c]
+        self._values: list[torch.Tensor | None] = [None] * rows
+        self._committed = [0] * rows
+
+    def length(self, row: int) -> int:
+        """Tokens of a row that were read, drafts included."""
+        keys = self._keys[row]
+        return 0 if keys is None else keys.shape[2]
+
+    def commit(self, row: int, hidden: torch.Tensor) -> None:
+        """Forget the drafts of a row, and read these committed tokens, hidden states at the exit `[n, d]`."""
+        self._forget_drafts(row)
+        self._append(row, hidden)
+        self._committed[row] = self.length(row)
+
+    def draft(self, rows: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Read one drafted token in each of these rows, `hidden [k, d]`: scores `[k, V_d]` of what follows it."""
+        layer, states = self.exit.weights.layer, []
+        for row, state in zip(rows, hidden.to(self.exit.weights.dtype), strict=True):
+            position = torch.tensor([[self.length(row)]], device=hidden.device)
+            self._append(row, state[None])
+            keys, values = self._keys[row], self._values[row]
+            assert keys is not None
+            assert values is not None
+            states.append(layer(state[None, None], position, keys, values, None)[:, 0])
+        return self.exit.shared_logits(torch.cat(states))
+
+    def start_drafting(self) -> None:
+        """Forget what was drafted before and not committed."""
+        for row in range(len(self._keys)):
+            self._forget_drafts(row)
+
+    def _append(self, row: int, hidden: torch.Tensor) -> None:
+        start = self.length(row)
+        hidden = hidden.to(self.exit.weights.dtype)[None]
+        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
+        keys, values = self.exit.weights.layer.keys_and_values(hidden, positions)
+        known_keys, known_values = self._keys[row], self._values[row]
+        self._keys[row] = keys if known_keys is None else torch.cat([known_keys, keys], dim=2)
+        self._values[row] = values if known_values is None else torch.cat([known_values, values], dim=2)
+
+    def _forget_drafts(self, row: int) -> None:
+        keys, values, length = self._keys[row], self._values[row], self._committed[row]
+        if keys is not None and values is not None and keys.shape[2] > length:
+            self._keys[row], self._values[row] = keys[:, :, :length], values[:, :, :length]
