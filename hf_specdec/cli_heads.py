@@ -39,8 +39,12 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     train.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to save the adapter")
     train.add_argument("--cache", type=Path, metavar="DIR", help="where to keep the answers (default: in the output)")
     train.add_argument(
-        "--kind", choices=["independent", "sequential"], default="sequential", help="Medusa's heads, or Hydra's"
+        "--kind",
+        choices=["independent", "sequential", "exit"],
+        default="sequential",
+        help="Medusa's heads, Hydra's, or an exit for mode early_exit (Kangaroo)",
     )
+    train.add_argument("--exit-layer", type=int, metavar="E", help="with --kind exit: the layers below the exit")
     train.add_argument("--num-heads", type=int, metavar="N", default=4, help="heads: most tokens a draft is deep")
     train.add_argument("--num-layers", type=int, metavar="N", default=1, help="residual blocks of a head")
     train.add_argument(
@@ -99,6 +103,7 @@ def _train(arguments: argparse.Namespace) -> int:
         num_heads=arguments.num_heads,
         num_layers=arguments.num_layers,
         head_type=arguments.kind,
+        exit_layer=arguments.exit_layer,
         draft_vocab_size=arguments.draft_vocab_size or None,
         own_lm_head=arguments.own_lm_head,
     )
@@ -140,10 +145,9 @@ def _train(arguments: argparse.Namespace) -> int:
         command=f"hf-specdec {shlex.join(sys.argv[1:])}",
     )
     for number, head in enumerate(report.heads):
-        print(
-            f"head {number}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f} on {report.held_out_positions} "
-            "held-out positions"
-        )
+        name = "exit" if arguments.kind == "exit" else f"head {number}"
+        print(f"{name}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
+    print(f"on {report.held_out_positions} held-out positions")
     print(f"Saved to {arguments.output}")
     return 0
 

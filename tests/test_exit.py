@@ -50,7 +50,7 @@ def test_reading_token_by_token_is_reading_the_text() -> None:
     lengths = [9, 6]
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     with torch.no_grad():
-        whole = exit_.logits(hidden, mask)
+        whole = exit_.shared_logits(exit_.states(hidden, mask))
         assert whole.shape == (2, 9, 50)
         reader = ExitReader(exit_, rows=2)
         for row, length in enumerate(lengths):
@@ -73,7 +73,7 @@ def test_an_untrained_exit_is_the_hidden_state_under_a_norm() -> None:
     exit_, hidden = find_exit(model), torch.randn(1, 3, 32)
     with torch.no_grad():
         normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        torch.testing.assert_close(exit_.logits(hidden, torch.ones(1, 3, dtype=torch.bool)), model.lm_head(normed))
+        torch.testing.assert_close(exit_.states(hidden, torch.ones(1, 3, dtype=torch.bool)), normed)
 
 
 class Watching(EarlyExitDrafter):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import letter_tokenizer, prompt, run
 from safetensors.torch import load_file
+from test_exit import hidden_at_exit
 
 import hf_specdec
 from hf_specdec.cli import main
@@ -17,9 +18,11 @@ from hf_specdec.errors import ConfigurationError, TrainingDataError
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import DataSettings, TrainingSettings, read_prompts, train_heads
-from hf_specdec.training.data import AnswerCache, answer, encode
+from hf_specdec.training.data import AnswerCache, Answers, answer, encode
+from hf_specdec.training.exit import Texts, states_at_exit
 from hf_specdec.training.losses import distillation_loss, feature_loss, head_weights
-from hf_specdec.training.train import Positions, frequent_tokens, split
+from hf_specdec.training.medusa import Positions
+from hf_specdec.training.train import frequent_tokens
 
 PROMPTS = ["hello there", "what now", "a longer prompt than these", "one", "two", "three", "ja", "nein", "abc", "xyz"]
 
@@ -153,10 +156,11 @@ def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> N
     assert [again.make(shard) for shard in again.shards] == counts
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == times
     answers = again.read()
-    assert len(answers["tokens"]) == len(answers["hidden"]) == int(answers["lengths"].sum()) == sum(counts)
-    assert len(answers["prompts"].unique()) == 5
+    assert len(answers.tokens) == len(answers.hidden) == int(answers.lengths.sum()) == sum(counts)
+    assert sorted(map(str, answers.prompts)) == sorted(map(str, prompts * 2))
+    assert answers.seconds > 0
     part = again.read(max_positions=counts[0] + 1)
-    assert len(part["tokens"]) == counts[0] + counts[1]
+    assert len(part.tokens) == counts[0] + counts[1]
     for other in (
         lambda: AnswerCache(tmp_path, tiny_model("llama", seed=1), prompts, settings),
         lambda: AnswerCache(tmp_path, model, prompts[:-1], settings),
@@ -175,17 +179,17 @@ def test_long_prompts_are_left_out() -> None:
 # ---------------------------------------------------------------- positions and losses
 
 
-def _answers() -> dict[str, torch.Tensor]:
+def _answers() -> Answers:
     """Two answers, of 4 tokens and of 2; everything says where it stands."""
     tokens = torch.tensor([10, 11, 12, 13, 20, 21], dtype=torch.int32)
-    return {
-        "tokens": tokens,
-        "hidden": tokens[:, None].bfloat16().expand(-1, 3),
-        "label_tokens": torch.stack([tokens, tokens + 50], dim=1),
-        "label_probabilities": torch.tensor([[0.75, 0.25]]).half().expand(6, -1),
-        "lengths": torch.tensor([4, 2], dtype=torch.int32),
-        "prompts": torch.tensor([1, 2]),
-    }
+    return Answers(
+        tokens=tokens,
+        hidden=tokens[:, None].bfloat16().expand(-1, 3),
+        label_tokens=torch.stack([tokens, tokens + 50], dim=1),
+        label_probabilities=torch.tensor([[0.75, 0.25]]).half().expand(6, -1),
+        lengths=torch.tensor([4, 2], dtype=torch.int32),
+        prompts=[[7, 8, 9], [6]],
+    )
 
 
 def test_positions_line_up() -> None:
@@ -230,16 +234,35 @@ def test_frequent_tokens() -> None:
 def test_split_keeps_prompts_together_and_loses_nothing() -> None:
     lengths = torch.randint(1, 5, (400,), generator=torch.Generator().manual_seed(0)).int()
     count = int(lengths.sum())
-    answers = {
-        "tokens": torch.arange(count),
-        "lengths": lengths,
-        "prompts": torch.randint(0, 2**31, (200,), generator=torch.Generator().manual_seed(1)).repeat(2),
-    }
-    training, held_out = split(answers, 0.2)
-    assert sorted([*training["tokens"].tolist(), *held_out["tokens"].tolist()]) == list(range(count))
-    assert not set(training["prompts"].tolist()) & set(held_out["prompts"].tolist())
-    assert 0.1 < len(held_out["lengths"]) / 400 < 0.3
-    assert int(training["lengths"].sum()) == len(training["tokens"])
+    each = torch.arange(count)
+    prompts = [[number, 5] for number in range(200)] * 2
+    answers = Answers(each, each[:, None], each[:, None], each[:, None], lengths, prompts)
+    training, held_out = answers.split(0.2)
+    assert sorted([*training.tokens.tolist(), *held_out.tokens.tolist()]) == list(range(count))
+    assert not {tuple(prompt) for prompt in training.prompts} & {tuple(prompt) for prompt in held_out.prompts}
+    assert 0.1 < len(held_out.lengths) / 400 < 0.3
+    assert training.hidden[:, 0].tolist() == training.tokens.tolist()
+    with pytest.raises(TrainingDataError, match="do not match"):
+        Answers(each, each, each, each, lengths[:-1], prompts)
+
+
+def test_states_at_an_exit_are_those_of_the_whole_text(tmp_path: Path) -> None:
+    model, said = tiny_model("llama"), _answers()
+    states = states_at_exit(model, said, 2, tmp_path / "states.safetensors", progress=False)
+    for index, text in enumerate(([7, 8, 9, 10, 11, 12], [6, 20])):
+        torch.testing.assert_close(states[index].float(), hidden_at_exit(model, text), rtol=0.02, atol=0.02)
+    again = states_at_exit(None, said, 2, tmp_path / "states.safetensors", progress=False)
+    assert [state.tolist() for state in again] == [state.tolist() for state in states]
+    texts = Texts(said, states, torch.arange(97))
+    batch = texts.__getitems__([0, 1])
+    assert batch["mask"].sum(1).tolist() == [6, 2]
+    # the first token of an answer follows the last of its prompt
+    assert batch["exists"].tolist() == [
+        [False, False, True, True, True, True],
+        [True, True, False, False, False, False],
+    ]
+    assert batch["target"][batch["exists"]].tolist() == [10, 11, 12, 13, 20, 21]
+    assert batch["features"][..., 0][batch["exists"]].tolist() == [10, 11, 12, 13, 20, 21]
 
 
 # ---------------------------------------------------------------- the whole way
@@ -294,6 +317,26 @@ def test_training_learns_saves_and_leaves_the_model_alone(prompts: Path, tmp_pat
     assert stats.mean_acceptance_length > 1.2
 
 
+def test_a_trained_exit_agrees_with_the_model_more_than_an_untrained_one(prompts: Path, tmp_path: Path) -> None:
+    config = MedusaConfig(head_type="exit", exit_layer=2, draft_vocab_size=80)
+    report, _ = _train(prompts, tmp_path / "exit", config=config)
+    untrained, _ = _train(
+        prompts,
+        tmp_path / "untrained",
+        config=MedusaConfig(head_type="exit", exit_layer=2, draft_vocab_size=80),
+        settings=TrainingSettings(**{**vars(_SETTINGS), "learning_rate": 1e-9}),
+    )
+    assert len(report.heads) == 1
+    assert report.heads[0]["loss"] < untrained.heads[0]["loss"]
+    model = tiny_model("llama")
+    model.load_adapter(str(tmp_path / "exit"))
+    plain, _ = run(model, prompt(2, padding=2), max_new_tokens=16)
+    with hf_specdec.record() as stats:
+        output, _ = run(model, prompt(2, padding=2), max_new_tokens=16, speculative_mode="early_exit")
+    assert output.tolist() == plain.tolist()
+    assert stats.mode == "early_exit"
+
+
 def test_the_same_seed_gives_the_same_heads_and_another_does_not(prompts: Path, tmp_path: Path) -> None:
     _, first = _train(prompts, tmp_path / "a")
     _, second = _train(prompts, tmp_path / "b")
@@ -329,7 +372,7 @@ def test_an_interrupted_training_goes_on_and_ends_the_same(
             _train(prompts, output)
     assert len(list((output / "answers").glob("*.safetensors"))) == 3
     # while training: after the first epoch
-    from hf_specdec.training import train as module
+    from hf_specdec.training import medusa as module
 
     forward = module.HeadsInTraining.forward
 

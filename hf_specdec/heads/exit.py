@@ -133,11 +133,11 @@ class BoundExit(SharedLMHead):
         assert config.exit_layer is not None
         self.exit_layer = config.exit_layer
 
-    def logits(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Scores `[B, n, V_d]` after every token of whole texts: hidden states at the exit `[B, n, d]`, padded.
+    def states(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """What the LM head is given `[B, n, d]` at every token of whole texts.
 
         Args:
-            hidden: at the exit; padding stands on the right.
+            hidden: `[B, n, d]`, at the exit; padding stands on the right.
             mask: `[B, n]`, True where there is a token.
         """
         hidden, layer = hidden.to(self.weights.dtype), self.weights.layer
@@ -145,7 +145,7 @@ class BoundExit(SharedLMHead):
         keys, values = layer.keys_and_values(hidden, positions)
         causal = positions[:, :, None] >= positions[:, None, :]
         seen = causal & mask[:, None, :] | torch.eye(hidden.shape[1], dtype=torch.bool, device=hidden.device)
-        return self.shared_logits(layer(hidden, positions, keys, values, seen[:, None]))
+        return layer(hidden, positions, keys, values, seen[:, None])
 
 
 class ExitReader:

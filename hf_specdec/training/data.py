@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -159,6 +160,46 @@ class Answer:
     label_probabilities: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Many answers, one after the other: N tokens in A answers."""
+
+    # [N], [N, d], [N, K], [N, K]: see `Answer`
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    label_tokens: torch.Tensor
+    label_probabilities: torch.Tensor
+    # [A]: tokens of every answer
+    lengths: torch.Tensor
+    # per answer, the token ids of its prompt
+    prompts: list[list[int]]
+    # what it took to make them
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.lengths) or len(self.tokens) != int(self.lengths.sum()):
+            raise TrainingDataError(
+                f"{len(self.tokens)} tokens, {len(self.lengths)} answers and {len(self.prompts)} prompts do not match."
+            )
+
+    def split(self, part: float) -> tuple[Answers, Answers]:
+        """(training, held-out) answers; all answers to a prompt fall on the same side, in every run."""
+        digests = [hashlib.sha256(json.dumps(prompt).encode()).digest()[:4] for prompt in self.prompts]
+        held_out = torch.tensor([int.from_bytes(digest, "big") < part * 2**32 for digest in digests])
+        return self._pick(~held_out), self._pick(held_out)
+
+    def _pick(self, which: torch.Tensor) -> Answers:
+        positions = which.repeat_interleave(self.lengths.long())
+        return Answers(
+            **{name: getattr(self, name)[positions] for name in _PER_TOKEN},
+            lengths=self.lengths[which],
+            prompts=[prompt for prompt, picked in zip(self.prompts, which.tolist(), strict=True) if picked],
+        )
+
+
+_PER_TOKEN = ("tokens", "hidden", "label_tokens", "label_probabilities")
+
+
 @dataclass
 class _Row:
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -300,35 +341,28 @@ class AnswerCache:
         if path.exists():
             with safe_open(path, "pt") as opened:
                 return int(opened.get_tensor("lengths").sum())
+        began = time.perf_counter()
         answers = answer(self.model, shard.prompts, self.settings, shard.do_sample, shard.seed)
-        tensors = {
-            name: torch.cat([getattr(one, name) for one in answers])
-            for name in ("tokens", "hidden", "label_tokens", "label_probabilities")
-        }
+        tensors = {name: torch.cat([getattr(one, name) for one in answers]) for name in _PER_TOKEN}
         tensors["lengths"] = torch.tensor([len(one.tokens) for one in answers], dtype=torch.int32)
+        tensors["seconds"] = torch.tensor(time.perf_counter() - began)
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary)
         temporary.replace(path)  # a shard is there whole or not at all
         return int(tensors["lengths"].sum())
 
-    def read(self, max_positions: int | None = None) -> dict[str, torch.Tensor]:
-        """The shards one after the other, until there are so many positions: what `Answer` holds, and besides
-
-        `lengths [A]`, the number of tokens of every answer, and `prompts [A]`, a number for the prompt of each.
-        """
+    def read(self, max_positions: int | None = None) -> Answers:
+        """The shards one after the other, until there are so many positions."""
         found: list[tuple[_Shard, dict[str, torch.Tensor]]] = []
         for shard in self.shards:
             if max_positions is not None and sum(len(part["tokens"]) for _, part in found) >= max_positions:
                 break
             found.append((shard, load_file(self._path(shard))))
-        tensors = {name: torch.cat([part[name] for _, part in found]) for name in found[0][1]}
-        tensors["prompts"] = torch.cat(
-            [
-                torch.tensor([int(hashlib.sha256(str(row).encode()).hexdigest()[:8], 16) for row in shard.prompts])
-                for shard, _ in found
-            ]
+        return Answers(
+            **{name: torch.cat([part[name] for _, part in found]) for name in (*_PER_TOKEN, "lengths")},
+            prompts=[prompt for shard, _ in found for prompt in shard.prompts],
+            seconds=sum(float(part["seconds"]) for _, part in found),
         )
-        return tensors
 
     def _path(self, shard: _Shard) -> Path:
         return self.folder / f"{shard.name}.safetensors"

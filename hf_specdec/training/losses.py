@@ -37,3 +37,11 @@ def head_weights(num_heads: int, decay: float) -> torch.Tensor:
     """`[H]`: weight `decay**k` of head k, summing to one (Medusa-1, arXiv:2401.10774, takes 0.8)."""
     weights = decay ** torch.arange(num_heads, dtype=torch.float32)
     return weights / weights.sum()
+
+
+def rank_of(logits: torch.Tensor, target: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """`[n]`: how many outputs a head likes better than the token that came; many where it cannot draft it."""
+    score = logits.gather(1, target.clamp(min=0)[:, None])
+    rank = (logits > score).sum(1)
+    rank = torch.where(target >= 0, rank, logits.shape[1])
+    return torch.where(seen, rank, -1)

@@ -1,0 +1,146 @@
+"""Training an exit: whole texts as hidden states of an early layer, and the base model's own scores at each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import Dataset
+
+from ..halves import Halves
+from ..heads.exit import BoundExit
+from .data import Answers
+from .losses import distillation_loss, feature_loss, rank_of
+from .settings import TrainingSettings
+
+# tokens, padding included, that pass the lower layers at once
+_TOKENS = 4096
+
+
+@torch.no_grad()
+def states_at_exit(model: Any, answers: Answers, exit_layer: int, file: Path, progress: bool) -> list[torch.Tensor]:
+    """Hidden states `[P + T - 1, d]` at an exit, of every prompt and its answer but the last token. Kept in a file."""
+    from tqdm.auto import tqdm
+
+    texts = [
+        [*prompt, *tokens[:-1]]
+        for prompt, tokens in zip(
+            answers.prompts, [part.tolist() for part in answers.tokens.split(answers.lengths.tolist())], strict=True
+        )
+    ]
+    lengths = [len(text) for text in texts]
+    if file.exists():
+        hidden = load_file(file)["hidden"]
+        if len(hidden) == sum(lengths):
+            return list(hidden.split(lengths))
+    halves, states = Halves(model, exit_layer), {}
+    order = sorted(range(len(texts)), key=lambda index: lengths[index])
+    with tqdm(total=sum(lengths), desc=f"states at layer {exit_layer}", unit="token", disable=not progress) as bar:
+        while order:
+            size = max(1, _TOKENS // max(1, lengths[order[-1]]))
+            batch, order = order[-size:], order[:-size]
+            longest = max(lengths[index] for index in batch)
+            # what stands behind a text is seen by none of its tokens
+            ids = torch.tensor([texts[index] + [0] * (longest - lengths[index]) for index in batch])
+            with halves.taken() as taken:
+                halves.below_headless(input_ids=ids.to(model.device), use_cache=False, **halves.quiet, return_dict=True)
+            assert taken.hidden is not None
+            for place, index in enumerate(batch):
+                states[index] = taken.hidden[place, : lengths[index]].to(torch.bfloat16).cpu()
+            bar.update(sum(lengths[index] for index in batch))
+    found = [states[index] for index in range(len(texts))]
+    temporary = file.with_suffix(".tmp")
+    save_file({"hidden": torch.cat(found)}, temporary)
+    temporary.replace(file)
+    return found
+
+
+class Texts(Dataset):
+    """Prompts with their answers; what is learned stands at the answers' tokens.
+
+    Args:
+        answers: what the base model said.
+        states: per answer `[P + T - 1, d]`, the hidden states at the exit.
+        output_of: `[V]`: the exit's output for each token, -1 where it cannot draft it.
+    """
+
+    def __init__(self, answers: Answers, states: list[torch.Tensor], output_of: torch.Tensor) -> None:
+        self.answers, self.states, self.output_of = answers, states, output_of
+        lengths = answers.lengths.long()
+        self.starts = (lengths.cumsum(0) - lengths).tolist()
+        self.index = [index for index, length in enumerate(lengths.tolist()) if length]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[0] for name, tensor in self.__getitems__([item]).items()}
+
+    def __getitems__(self, items: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A whole batch at once, padded on the right: L tokens of the longest text."""
+        answers, chosen = self.answers, [self.index[item] for item in items]
+        rows, longest = len(chosen), max(len(self.states[index]) for index in chosen)
+        labels = answers.label_tokens.shape[1]
+        batch = {
+            "hidden": torch.zeros(rows, longest, self.states[0].shape[1]),
+            "mask": torch.zeros(rows, longest, dtype=torch.bool),
+            "exists": torch.zeros(rows, longest, dtype=torch.bool),
+            "target": torch.full((rows, longest), -1),
+            "label_outputs": torch.full((rows, longest, labels), -1),
+            "label_probabilities": torch.zeros(rows, longest, labels),
+            "features": torch.zeros(rows, longest, answers.hidden.shape[1]),
+        }
+        for row, index in enumerate(chosen):
+            length, start, count = len(self.states[index]), self.starts[index], int(answers.lengths[index])
+            # the token before an answer's first one is the prompt's last
+            at, said = slice(length - count, length), slice(start, start + count)
+            batch["hidden"][row, :length] = self.states[index].float()
+            batch["mask"][row, :length] = True
+            batch["exists"][row, at] = True
+            batch["target"][row, at] = self.output_of[answers.tokens[said].long()]
+            batch["label_outputs"][row, at] = self.output_of[answers.label_tokens[said].long()]
+            batch["label_probabilities"][row, at] = answers.label_probabilities[said].float()
+            batch["features"][row, at] = answers.hidden[said].float()
+        return batch
+
+
+class ExitInTraining(nn.Module):
+    """What `Trainer` sees: the exit, and a loss. The base model is no part of it."""
+
+    def __init__(self, exit_: BoundExit, settings: TrainingSettings) -> None:
+        super().__init__()
+        self.exit = exit_.weights
+        self._bound, self._settings = exit_, settings
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor,
+        exists: torch.Tensor,
+        target: torch.Tensor,
+        label_outputs: torch.Tensor,
+        label_probabilities: torch.Tensor,
+        features: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Loss, and `[B * L, 1]` its parts and the rank of the token that came (-1: there is none)."""
+        state = self._bound.states(hidden, mask)[exists]
+        logits = self._bound.shared_logits(state)
+        losses = distillation_loss(logits, label_outputs[exists], label_probabilities[exists])
+        shape = feature_loss(state, features[exists])
+        ranks = rank_of(logits.detach(), target[exists], torch.ones_like(losses, dtype=torch.bool))
+        where = exists.flatten()
+        return {
+            "loss": (losses + self._settings.feature_weight * shape).mean(),
+            "losses": _spread(losses.detach(), where, 0.0),
+            "ranks": _spread(ranks, where, -1),
+        }
+
+
+def _spread(values: torch.Tensor, where: torch.Tensor, otherwise: float) -> torch.Tensor:
+    spread = values.new_full((len(where), 1), otherwise)
+    spread[where, 0] = values
+    return spread
