@@ -1,20 +1,25 @@
-"""The command line's part about draft heads: `hf-specdec train-heads` and `hf-specdec convert`."""
+"""The command line's part about draft heads: `hf-specdec train-heads`, `convert` and `card`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import AdapterError, ConfigurationError
+
+if TYPE_CHECKING:
+    from .heads import MedusaConfig
 
 
 def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     """Add the commands to a parser's subparsers."""
     _add_train(commands, formatter)
     _add_convert(commands, formatter)
+    _add_card(commands, formatter)
 
 
 def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
@@ -90,6 +95,23 @@ def _add_convert(commands: Any, formatter: type[argparse.HelpFormatter]) -> None
     convert.set_defaults(run=_convert)
 
 
+def _add_card(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
+    card = commands.add_parser(
+        "card",
+        help="write what heads were measured to bring into their model card",
+        description="Take the figures of `hf-specdec bench --adapter ... --json FILE`, one file for each column, into "
+        "an adapter's provenance, and make its model card anew.",
+        formatter_class=formatter,
+    )
+    card.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder of the heads")
+    card.add_argument("--bench", nargs="+", type=Path, required=True, metavar="FILE", help="reports of `bench --json`")
+    card.add_argument(
+        "--columns", nargs="+", metavar="NAME", help="what to call each report (default: its file's name)"
+    )
+    card.add_argument("--repo", metavar="NAME/HEADS", help="the repository that the card's example loads from")
+    card.set_defaults(run=_card)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     import torch
 
@@ -152,6 +174,36 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _card(arguments: argparse.Namespace) -> int:
+    from .heads.card import measured_by, model_card
+
+    columns = arguments.columns or [path.stem for path in arguments.bench]
+    if len(columns) != len(arguments.bench):
+        raise ConfigurationError(f"{len(columns)} --columns for {len(arguments.bench)} reports.")
+    settings = _settings_of(str(arguments.adapter))
+    try:
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.bench]
+        measured = measured_by(reports, columns)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"That is no report of `bench --json`: {error!r}") from error
+    settings.provenance = {**(settings.provenance or {}), "measured": measured}
+    settings.save_pretrained(str(arguments.adapter))
+    model_card(settings, arguments.repo).save(arguments.adapter / "README.md")
+    print(f"Saved to {arguments.adapter / 'README.md'}")
+    return 0
+
+
+def _settings_of(adapter: str) -> MedusaConfig:
+    from peft import PeftConfig
+
+    from .heads import MedusaConfig
+
+    settings = PeftConfig.from_pretrained(adapter)
+    if not isinstance(settings, MedusaConfig):
+        raise AdapterError(f"{adapter} is an adapter of type {settings.peft_type}, not of Medusa heads.")
+    return settings
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     from .heads.formats import convert, export_vllm
 
@@ -160,14 +212,10 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(f"{config.num_heads} heads of {config.num_layers} layers for {config.base_model_name_or_path}")
         print(f"Saved to {arguments.output}; load them with model.load_adapter({str(arguments.output)!r})")
         return 0
-    from peft import PeftConfig
-
     from .bench import load_model
-    from .heads import MedusaConfig, find_heads
+    from .heads import find_heads
 
-    settings = PeftConfig.from_pretrained(arguments.source)
-    if not isinstance(settings, MedusaConfig):
-        raise AdapterError(f"{arguments.source} is an adapter of type {settings.peft_type}, not of Medusa heads.")
+    settings = _settings_of(arguments.source)
     base = arguments.base or settings.base_model_name_or_path
     if not base:
         raise ConfigurationError(f"{arguments.source} names no base model; pass --base.")

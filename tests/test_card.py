@@ -1,0 +1,111 @@
+"""The model card says what was noted down, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from peft import PeftConfig, get_peft_model
+
+from hf_specdec.cli import main
+from hf_specdec.heads import MedusaConfig
+from hf_specdec.heads.card import model_card
+from hf_specdec.testing import tiny_model
+
+PROVENANCE: dict[str, Any] = {
+    "positions": 123456,
+    "held_out_positions": 789,
+    "data": ["prompts.jsonl", "org/data"],
+    "data_seconds": 3000.0,
+    "training_seconds": 61.0,
+    "machine": "a machine, 2 threads",
+    "command": "hf-specdec train-heads --base org/model",
+    "versions": {"torch": "2.13.0", "peft": "0.21.2"},
+    "heads": [{"loss": 1.5, "top1": 0.4321, "top10": 0.7654}, {"loss": 2.5, "top1": 0.2, "top10": 0.6}],
+}
+
+
+def config(**changes: Any) -> MedusaConfig:
+    settings = {"num_heads": 2, "head_type": "sequential", "draft_vocab_size": 60, "provenance": PROVENANCE}
+    return MedusaConfig(base_model_name_or_path="org/model", **{**settings, **changes})
+
+
+def with_heads() -> Any:
+    settings = config()
+    settings.base_model_name_or_path = None  # the tiny model was not loaded from anywhere
+    model = get_peft_model(tiny_model("llama"), settings)
+    settings.base_model_name_or_path = "org/model"
+    return model
+
+
+def test_the_card_says_what_was_noted() -> None:
+    card = model_card(config(revision="abc123", vocab_size=97), "me/heads")
+    assert card.data.base_model == "org/model"
+    assert card.data.library_name == "peft"
+    assert "hydra" in card.data.tags
+    text = " ".join(str(card).split())
+    for said in (
+        "Sequential draft heads",
+        "revision `abc123`",
+        'model.load_adapter("me/heads")',
+        "60 of 97 tokens",
+        "123,456 positions from prompts.jsonl, org/data",
+        "took 50 min, training 61 s on a machine, 2 threads",
+        "hf-specdec train-heads --base org/model",
+        "torch 2.13.0, peft 0.21.2",
+        "789 positions of held-out prompts",
+        "| 1 | 2 ahead | 0.432 | 0.765 | 1.50 |",
+        "| 2 | 3 ahead | 0.200 | 0.600 | 2.50 |",
+        "Not measured.",
+    ):
+        assert said in text, said
+    assert "hydra" not in model_card(config(head_type="independent")).data.tags
+
+
+def test_saving_writes_the_card_and_leaves_one_that_was_written(tmp_path: Path) -> None:
+    model = with_heads()
+    model.save_pretrained(tmp_path / "new", save_embedding_layers=False)
+    card = ModelCard.load(tmp_path / "new" / "README.md")
+    assert "123,456 positions" in card.text
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "README.md").write_text("---\nlicense: mit\n---\nMy own words.\n")
+    model.save_pretrained(tmp_path / "own", save_embedding_layers=False)
+    assert "My own words." in (tmp_path / "own" / "README.md").read_text()
+    assert "123,456" not in (tmp_path / "own" / "README.md").read_text()
+
+
+def test_the_command_line_takes_figures_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = tmp_path / "heads"
+    with_heads().save_pretrained(heads, save_embedding_layers=False)
+    for nodes, length in ((7, 1.5), (15, 1.75)):
+        summaries = [
+            {"task": "qa", "case": "plain", "mean_acceptance_length": None, "ratio": 1.0},
+            {"task": "qa", "case": "medusa", "mean_acceptance_length": length, "ratio": length - 0.3},
+        ]
+        report = {
+            "summaries": summaries,
+            "settings": {"max_new_tokens": 128},
+            "environment": {
+                "dtype": "float32",
+                "device": "cpu",
+                "threads": 2,
+                "torch": "2.13.0",
+                "transformers": "5.24.0",
+            },
+        }
+        (tmp_path / f"{nodes}.json").write_text(json.dumps(report))
+    files = [str(tmp_path / "7.json"), str(tmp_path / "15.json")]
+    assert main(["card", str(heads), "--bench", *files, "--columns", "7 nodes", "15 nodes", "--repo", "me/heads"]) == 0
+    text = (heads / "README.md").read_text()
+    assert "| task | 7 nodes | 15 nodes |" in text
+    assert "| qa | 1.50 (1.20x) | 1.75 (1.45x) |" in text
+    assert "128 new tokens: float32, cpu, 2 threads" in text
+    assert "Not measured" not in text
+    assert PeftConfig.from_pretrained(str(heads)).provenance["measured"]["table"] in text
+    assert main(["card", str(heads), "--bench", *files, "--columns", "one"]) == 2
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["card", str(heads), "--bench", str(tmp_path / "other.json")]) == 2
+    assert "no report" in capsys.readouterr().err
