@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerationMixin
@@ -59,30 +59,38 @@ _KNOWN_MODEL_KWARGS = {
 }
 
 
+# where another library has wrapped our wrapper, it stays beneath and does nothing
+_installed = False
+
+
 def install() -> None:
     """Make `speculative_mode=` work on every `generate` of transformers. Done by `import hf_specdec`; idempotent.
 
     Adapters of draft heads are checked from now on wherever they are loaded.
     """
+    global _installed
+    _installed = True
     peft_method.install()
-    if hasattr(GenerationMixin.generate, "_specdec_original"):
+    if hasattr(GenerationMixin.generate, "_specdec_wrapper"):
         return
     original = GenerationMixin.generate
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _generate(original, self, args, kwargs)
+        return _generate(original, self, args, kwargs) if _installed else original(self, *args, **kwargs)
 
-    generate._specdec_original = original  # type: ignore[attr-defined]
+    generate._specdec_wrapper, generate._specdec_original = generate, original  # type: ignore[attr-defined]
     GenerationMixin.generate = generate  # type: ignore[method-assign]
 
 
 def uninstall() -> None:
     """Undo `install`."""
+    global _installed
+    _installed = False
     peft_method.uninstall()
-    original = getattr(GenerationMixin.generate, "_specdec_original", None)
-    if original is not None:
-        GenerationMixin.generate = original  # type: ignore[method-assign]
+    generate: Any = GenerationMixin.generate
+    if getattr(generate, "_specdec_wrapper", None) is generate:  # what others have put over it stays
+        GenerationMixin.generate = generate._specdec_original  # type: ignore[method-assign,union-attr]
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
@@ -304,10 +312,13 @@ class _Decoder:
         self.call, self.drafter, self.abilities, self.streamer = call, drafter, abilities, streamer
 
     def __call__(self, model: Any, input_ids: Any, generation_config: Any, **arguments: Any) -> Any:
+        cache = arguments[CACHE_KEY]
+        before = kv.slots(cache) if isinstance(cache, Cache) else None
         try:
             return self._decode(model, input_ids, generation_config=generation_config, **arguments)
-        except UnsupportedError as error:  # always before the model runs
-            if self.call.config.on_unsupported != "plain":
+        except UnsupportedError as error:
+            # the cache that has been written to cannot be decoded from again
+            if self.call.config.on_unsupported != "plain" or (before is not None and kv.slots(cache) != before):
                 raise
             _warn_plain(error)
             return model._sample(input_ids, generation_config=generation_config, streamer=self.streamer, **arguments)

@@ -116,7 +116,10 @@ class Halves:
         self._handover.hidden = None
         yield self._handover
         if self._handover.hidden is None:
-            raise UnsupportedModelError("the layers below the exit did not run as a part of their own")
+            raise UnsupportedModelError(
+                f"{type(self.below).__name__} did not run its first {self.exit_layer} layers by themselves. Use "
+                "another speculative_mode."
+            )
 
     @contextmanager
     def given(self, hidden: torch.Tensor) -> Iterator[None]:
@@ -208,6 +211,7 @@ def _shell(module: Any) -> Any:
     shell: Any = object.__new__(type(module))
     shell.__dict__.update(module.__dict__)
     shell.__dict__["_modules"] = dict(module._modules)
+    shell.__dict__.pop("forward", None)  # one put on the object is bound to the original, layers and all
     # transformers hooks a model at the first request for its hidden states; these layers are not the shell's to hook
     shell.__dict__["_output_capturing_hooks_installed"] = True
     return shell

@@ -350,8 +350,16 @@ class Decoding:
         """
         return self._lockstep
 
-    def decide_pace(self, cache: Any, cache_is_returned: bool) -> None:
-        """Choose between lockstep and own pace, once per call."""
+    def decide_pace(self, cache: Any, cache_is_returned: bool, mask: torch.Tensor | None) -> None:
+        """Choose between lockstep and own pace, once per call.
+
+        Args:
+            cache: of the target.
+            cache_is_returned: whether somebody else sees it.
+            mask: `[B, T]`, the prompts' tokens.
+        """
+        # windows count slots, those that a mask hides among the tokens too; rows at their own pace would close them up
+        gaps = mask is not None and mask.dim() == 2 and bool((mask[:, 1:] < mask[:, :-1]).any())
         kinds = [type(criterion) for criterion in self.criteria]
         criteria_row_wise = all(kind in _ROW_WISE_CRITERIA for kind in kinds)
         # without an EOS, finished rows go on with real tokens until the last row is done
@@ -364,6 +372,7 @@ class Decoding:
             and ends_together
             and self.support.movable
             and kv.is_movable(cache)
+            and not (gaps and kv.has_windows(cache))
             and not self.outputs.any
             and not cache_is_returned
         )
@@ -429,7 +438,7 @@ def decode(
     )
     cache = model_kwargs[CACHE_KEY]
     returned = generation_config.return_dict_in_generate
-    decoding.decide_pace(cache, returned or getattr(cache, "_is_user_defined", False))
+    decoding.decide_pace(cache, returned or getattr(cache, "_is_user_defined", False), mask)
     transcript = decoding.transcript
     try:
         decoding.run(input_ids, model_kwargs)

@@ -99,9 +99,15 @@ class NoiseTape(LogitsProcessor):
         return self._noise[step]
 
     def perturb(self, scores: torch.Tensor, step: int, rows: list[int] | None = None) -> torch.Tensor:
-        """`softmax(scores) / E_step` for scores `[len(rows), V]` of the given rows (None: all of them)."""
-        noise = self.noise(step)
-        return scores.softmax(dim=-1) / (noise if rows is None else noise[rows])
+        """`softmax(scores) / E_step` for scores `[len(rows), V]` of the given rows (None: all of them).
+
+        Raises:
+            RuntimeError: the scores hold NaN or infinity, as `torch.multinomial` does.
+        """
+        noise, probabilities = self.noise(step), scores.softmax(dim=-1)
+        if bool(probabilities[:, 0].isnan().any()):  # one is enough to make the whole row so
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return probabilities / (noise if rows is None else noise[rows])
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self.shape_from(scores)

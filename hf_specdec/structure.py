@@ -114,7 +114,7 @@ def check_last_hidden(model: Any) -> None:
 def _state(model: Any) -> tuple:
     """What the answers of the tests may depend on."""
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    return attention, model.dtype, str(model.device), model.training
+    return attention, model.dtype, str(model.device), model.training, id(vars(model).get("forward"))
 
 
 def _own_generators(model: Any) -> Any:
@@ -128,6 +128,13 @@ def check_structure(model: Any) -> None:
     remedy = "Use a decoder-only attention model, leave out speculative_mode, or pass on_unsupported='plain'."
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models speculate. {remedy}")
+    prepares = vars(model).get("prepare_inputs_for_generation")
+    if prepares is not None and getattr(prepares, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise UnsupportedModelError(
+            f"prepare_inputs_for_generation of this {name} was replaced (PEFT's prompt and prefix tuning do so, to put "
+            "tokens of their own before the prompt), so its later forwards cannot be made here. Leave out "
+            "speculative_mode, or pass on_unsupported='plain'."
+        )
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. {remedy}"
@@ -225,6 +232,8 @@ def _examine(model: Any, config: Any) -> Support:
     try:
         reference = _Reference(model, config)
         cache = reference.prefill()
+    except UnsupportedModelError:
+        raise
     except _FOREIGN as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} failed the self-test with {type(error).__name__}: {error}. Leave out "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -121,17 +122,66 @@ def test_begun_drafts_can_be_abandoned() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
-    model = copy.deepcopy(model_of("llama"))
-    inner = model.model
-    inner.forward = inner.forward  # as a wrapper does: bound to the model itself, so no part of it can run
+    whole = model_of("llama")
+
+    class Sealed(type(whole)):
+        """Asks another model, so no part of it can run."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return whole(*args, **kwargs)
+
+    model = Sealed(whole.config).eval()
+    model.generation_config = whole.generation_config
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*did not run as a part.*speculative_mode"):
+    with pytest.raises(UnsupportedModelError, match=r"Sealed did not run its first 1 layers.*speculative_mode"):
         run(model, prompt(), max_new_tokens=5, **asking())
     assert_unchanged(model, before)
     expected, _ = run(model_of("llama"), prompt(), max_new_tokens=5)
     with pytest.warns(UserWarning, match="Decoding plainly"):
         output, _ = run(model, prompt(), max_new_tokens=5, **asking(on_unsupported="plain"))
     assert output.tolist() == expected.tolist()
+
+
+def test_a_forward_that_was_wrapped_in_between_changes_nothing() -> None:
+    """As torch.compile and accelerate's hooks do: what they put on the object is bound to the whole model."""
+    model = copy.deepcopy(model_of("llama"))
+    inputs = prompt(2, padding=4, repeat=True)
+    assert_same(model, inputs, asking(), max_new_tokens=10)
+    for owner in (model.model, model):
+        forward = owner.forward
+        owner.forward = functools.wraps(forward)(lambda *args, forward=forward, **kwargs: forward(*args, **kwargs))
+        stats = assert_same(model, inputs, asking(num_draft_tokens=4), max_new_tokens=10)
+        assert stats.total.drafted > 0
+
+
+def test_rows_that_must_stay_in_step_are_refused_before_anything_runs() -> None:
+    from transformers import BartConfig, BartForCausalLM
+
+    config = BartConfig(
+        vocab_size=97, d_model=32, num_hidden_layers=3, encoder_layers=3, decoder_layers=3, decoder_ffn_dim=48,
+        decoder_attention_heads=4, max_position_embeddings=256, is_decoder=True, init_std=0.3, dropout=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BartForCausalLM(config).double().eval()
+    model.generation_config = model_of("llama").generation_config
+    inputs = prompt(3, length=14, padding=4, repeat=True)
+    expected, _ = run(model, inputs, max_new_tokens=24)
+    batches: list[int] = []  # of the forwards; self-tests have one row or two
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedModelError, match=r"early layers of BartForCausalLM.*batch size 1"):
+        run(model, inputs, max_new_tokens=24, **asking(exit_layer=1))
+    assert 3 not in batches
+    hook.remove()
+    with pytest.warns(UserWarning, match="Decoding plainly"):
+        output, _ = run(model, inputs, max_new_tokens=24, **asking(exit_layer=1, on_unsupported="plain"))
+    assert output.tolist() == expected.tolist()
+
+
+def test_more_alternatives_than_tokens() -> None:
+    assert_same(model_of("llama"), prompt(), asking(num_alternatives=200, num_draft_tokens=5), max_new_tokens=10)
 
 
 def test_layers_that_cannot_be_told_apart_are_refused_by_name() -> None:

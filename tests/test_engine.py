@@ -619,3 +619,16 @@ def test_a_window_that_the_model_leaves_to_its_cache(monkeypatch: pytest.MonkeyP
             max_new_tokens=30,
             eos_token_id=None,
         )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("where", ["right", "inside"])
+def test_masks_with_gaps(name: str, where: str) -> None:
+    """Windows count slots, hidden ones too."""
+    for seed in range(3):
+        inputs = prompt(2, seed=seed)
+        inputs["attention_mask"][0, slice(9, None) if where == "right" else slice(4, 7)] = 0
+        texts = texts_of(model_of(name), inputs, max_new_tokens=15, eos_token_id=None)
+        drafter = noisy_trees(texts, seed=seed)
+        asked = {"speculative_mode": drafter, "speculative_config": {"num_draft_tokens": 6}}
+        assert_same(model_of(name), inputs, asked, max_new_tokens=15, eos_token_id=None)

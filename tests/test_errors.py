@@ -404,3 +404,46 @@ def test_generation_config_given_by_the_user_is_not_touched() -> None:
     run(model_of("llama"), prompt(), generation_config=given, stopping_criteria=criteria, **LOOKUP)
     assert given.to_dict() == before
     assert len(criteria) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning")
+@pytest.mark.parametrize("method", ["prompt", "prefix"])
+def test_peft_methods_that_put_tokens_before_the_prompt(method: str) -> None:
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    model = tiny_model("llama")
+    kind = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[method]
+    tuned = get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+    expected, _ = run(tuned, prompt(2, padding=3), max_new_tokens=8)
+    with pytest.raises(errors.UnsupportedModelError, match=r"prepare_inputs_for_generation.*prefix tuning"):
+        run(tuned, prompt(2, padding=3), max_new_tokens=8, **LOOKUP)
+    with pytest.warns(UserWarning, match="Decoding plainly"):
+        output, _ = run(
+            tuned, prompt(2, padding=3), max_new_tokens=8, **LOOKUP, speculative_config={"on_unsupported": "plain"}
+        )
+    assert output.tolist() == expected.tolist()
+    # PEFT leaves the model's own method on the object: that is no replacement
+    assert_same(model, prompt(), LOOKUP, max_new_tokens=8)
+
+
+def test_an_error_after_the_model_ran_is_not_answered_with_a_used_cache() -> None:
+    class Late(ScriptedDrafter):
+        def observe(self, *args: Any) -> None:
+            raise errors.UnsupportedModelError("too late")
+
+    late = Late(lambda row, text: [3, 4])
+    config = {"on_unsupported": "plain", "num_draft_tokens": 2}
+    with pytest.raises(errors.UnsupportedModelError, match="too late"):
+        run(model_of("llama"), prompt(), max_new_tokens=8, speculative_mode=late, speculative_config=config)
+
+
+def test_scores_that_are_not_numbers_raise_as_in_plain_sampling() -> None:
+    class Broken(transformers.LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores if input_ids.shape[1] < 15 else scores * torch.nan
+
+    processors = transformers.LogitsProcessorList([Broken()])
+    sampling = {"max_new_tokens": 10, "do_sample": True, "logits_processor": processors}
+    for asked in ({}, LOOKUP):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            run(model_of("llama"), prompt(), **sampling, **asked)

@@ -123,8 +123,24 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     refused("not all of them", **block, **{"1.0.linear.weight": square, "1.1.linear.weight": square})
     refused("not all of them", **block, **{"1.0.linear.weight": square, "0.1.weight": square})
     refused("without its weight", **block, **{"1.0.linear.bias": bias})
+    refused("without its weight", **{"0.0.linear.bias": bias})
+    refused("belongs to no layout", **{"00.0.linear.weight": square})
+    refused("empty", **{"0.0.linear.weight": torch.zeros(0, 0)})
+    refused("do not fit", **{"0.0.linear.weight": torch.tensor(1.0)})
+    refused("do not fit", **{"0.0.linear.weight": square, "0.0.linear.bias": torch.zeros(5)})
+    refused("not finite", **{"0.0.linear.weight": square * torch.nan})
+    refused("wrong type", **block, token_map=torch.tensor([0.5, 1.5]))
+    refused("twice", **block, **{"0.1.weight": square, "0.5.weight": square})
     refused("do not fit", **{"0.0.linear.weight": torch.zeros(4, 5)})
     refused("do not fit", **block, **{"0.1.weight": torch.zeros(9, 5)})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AdapterError, match="is a file"):
+        convert(tmp_path, tmp_path / "file")
+    numbered = tmp_path / "numbered"
+    numbered.mkdir()
+    torch.save({0: square}, numbered / "medusa_lm_head.pt")
+    with pytest.raises(AdapterError, match="named tensors"):
+        convert(numbered, numbered / "out")
     folder = tmp_path / "pickle"
     folder.mkdir()
     torch.save({"0.0.linear.weight": _Run()}, folder / "medusa_lm_head.pt")

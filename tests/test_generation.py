@@ -206,3 +206,31 @@ def test_public_names() -> None:
     assert hf_specdec.__all__ == sorted(hf_specdec.__all__)
     for name in hf_specdec.__all__:
         assert hasattr(hf_specdec, name)
+
+
+def test_uninstalling_leaves_what_others_put_over_it() -> None:
+    import functools
+
+    model, calls = model_of("llama"), []
+    ours = GenerationMixin.generate
+
+    @functools.wraps(ours)
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        return ours(self, *args, **kwargs)
+
+    GenerationMixin.generate = theirs  # type: ignore[method-assign]
+    try:
+        run(model, prompt(), max_new_tokens=2, speculative_mode="prompt_lookup")
+        hf_specdec.uninstall()
+        assert GenerationMixin.generate is theirs
+        run(model, prompt(), max_new_tokens=2)
+        with pytest.raises(ValueError, match="speculative_mode"):
+            run(model, prompt(), max_new_tokens=2, speculative_mode="prompt_lookup")
+        hf_specdec.install()
+        assert GenerationMixin.generate is theirs
+        run(model, prompt(), max_new_tokens=2, speculative_mode="prompt_lookup")
+        assert len(calls) == 4
+    finally:
+        GenerationMixin.generate = ours  # type: ignore[method-assign]
+        hf_specdec.install()

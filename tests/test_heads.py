@@ -435,3 +435,59 @@ def test_config_comes_back_by_its_type(tmp_path: Path) -> None:
     loaded = PeftConfig.from_pretrained(str(tmp_path))
     assert isinstance(loaded, MedusaConfig)
     assert (loaded.num_heads, loaded.head_type, loaded.task_type) == (5, "sequential", "CAUSAL_LM")
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_what_else_is_on_the_model_stays(base: Any, base_folder: Path, tmp_path: Path) -> None:
+    """Another adapter keeps its config and its frozen base model when heads go, and when heads fail to load."""
+    lora = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    get_peft_model(tiny_model("llama"), LoraConfig(**lora)).save_pretrained(tmp_path / "lora")
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "heads")
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "bad")
+    DAMAGES["NaN"][0](tmp_path / "bad")
+
+    def frozen() -> dict[str, bool]:
+        return {name: weight.requires_grad for name, weight in base.named_parameters() if "spec_head" not in name}
+
+    base.load_adapter(str(tmp_path / "lora"), "lora")
+    before, attributes = frozen(), set(vars(base))
+    with pytest.raises(AdapterError, match="not finite"):
+        base.load_adapter(str(tmp_path / "bad"), "heads")
+    assert frozen() == before
+    assert set(vars(base)) == attributes
+    model = get_peft_model(base, MedusaConfig(num_heads=2), adapter_name="heads")
+    assert model.unload() is base
+    assert list(base.peft_config) == ["lora"]
+    assert frozen() == before
+    base.load_adapter(str(tmp_path / "heads"), "heads")
+    grads = {name: weight.requires_grad for name, weight in base.named_parameters()}
+    with pytest.raises(AdapterError, match="not finite"):
+        base.load_adapter(str(tmp_path / "bad"), "second")
+    assert {name: weight.requires_grad for name, weight in base.named_parameters()} == grads
+
+
+@pytest.mark.filterwarnings("ignore:Adapter name '' should not be contained in the prefix")
+@pytest.mark.parametrize("name", ["a.b", "keys", ""])
+def test_names_that_cannot_be(base: Any, name: str) -> None:
+    keys = {key for key, _ in base.named_modules()}
+    with pytest.raises(AdapterError, match="another name"):
+        get_peft_model(base, MedusaConfig(num_heads=2), adapter_name=name)
+    assert {key for key, _ in base.named_modules()} == keys
+
+
+def test_provenance_that_makes_no_card(base: Any, tmp_path: Path) -> None:
+    for provenance in ({"heads": 5}, {"versions": [1]}, {"data_seconds": "x"}, {"heads": [{"x": 1}]}):
+        model = get_peft_model(base, MedusaConfig(num_heads=2, provenance=provenance))
+        with pytest.warns(UserWarning, match="no model card"):
+            model.save_pretrained(tmp_path / str(len(list(tmp_path.iterdir()))))
+        model.unload()
+
+
+def test_an_adapter_without_weights(base: Any, tmp_path: Path) -> None:
+    trained(tiny_model("llama")).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match="could not be loaded"):
+        base.load_adapter(str(tmp_path))
+    with pytest.raises(AdapterError, match="could not be loaded"):
+        PeftModel.from_pretrained(base, tmp_path)
+    assert not hasattr(base, "peft_config")

@@ -306,3 +306,26 @@ def test_settings_are_checked(model: Any, config: dict[str, Any], message: str) 
 def test_heads_that_do_not_exist(model: Any) -> None:
     with pytest.raises(AdapterError, match="no Medusa heads 'other', but 'default'"):
         run(model, prompt(), max_new_tokens=4, **asked(adapter="other"))
+
+
+def test_a_model_that_was_resized_since() -> None:
+    for config in ({"own_lm_head": True}, {"draft_vocab_size": 90}):
+        model = add_heads(tiny_model("llama"), "independent", fitted=False, **config)
+        model.resize_token_embeddings(80)
+        with pytest.raises(AdapterError, match="80 tokens"):
+            run(model, {"input_ids": torch.tensor([[3, 4, 5]])}, max_new_tokens=4, **asked())
+    grown = add_heads(tiny_model("llama"), fitted=False, draft_vocab_size=90)
+    grown.resize_token_embeddings(120)
+    assert_same(grown, prompt(2, padding=3), asked(num_draft_tokens=6), max_new_tokens=10)
+
+
+def test_all_that_can_be_drafted_is_ruled_out() -> None:
+    model = add_heads(tiny_model("llama"), fitted=False, draft_vocab_size=20)
+    sampling = {"do_sample": True, "eta_cutoff": 0.01, "suppress_tokens": list(range(20))}
+    assert_same(model, prompt(2, padding=4), asked(num_draft_tokens=4), max_new_tokens=12, **sampling)
+
+
+def test_heads_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = add_heads(tiny_model("llama"), fitted=False, draft_vocab_size=30)
+    assert_same(model, prompt(), asked(num_draft_tokens=4), max_new_tokens=8)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, run
+from conftest import add_heads, assert_same, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer, pipeline
 
 import hf_specdec
@@ -32,6 +32,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "assistant": {"num_draft_tokens": 2},
     "early_exit": {"num_draft_tokens": 2, "exit_layer": 15},
     "lookahead": {"num_draft_tokens": 4, "window_size": 3, "ngram_size": 4},
+    "medusa": {"num_draft_tokens": 4},
 }
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
 
@@ -45,6 +46,8 @@ def real() -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left"
+    # heads that know little: wrong drafts are what is to be verified
+    add_heads(model, fitted=False, draft_vocab_size=8192)
     yield model, tokenizer, first_layers(model, 6)
     torch.set_num_threads(threads)
 

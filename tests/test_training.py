@@ -93,6 +93,8 @@ def test_prompts_in_the_usual_formats(tmp_path: Path, row: dict[str, Any], expec
         '{"turns": "x"}\n' * 0 + '{"messages": [{"role": "user"}]}\n',
         "[1]\n",
         '{"messages": [{"role": "assistant", "content": "A"}]}\n',
+        '{"messages": [{"role": "user", "content": null}]}\n',
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
     ],
 )
 def test_prompts_that_cannot_be_read(tmp_path: Path, content: str) -> None:
@@ -407,10 +409,33 @@ def test_command_line(prompts: Path, base: Path, tmp_path: Path, capsys: pytest.
     assert main([*arguments[:4], str(tmp_path / "absent.jsonl"), *arguments[5:]]) == 2
 
 
+def test_what_cannot_be_trained_on(prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingDataError, match="longest answer has"):
+        _train(prompts, tmp_path / "a", data_settings=DataSettings(max_new_tokens=2, batch_size=4))
+    with pytest.raises(TrainingDataError, match="too few answers"):
+        _train(prompts, tmp_path / "b", data_settings=DataSettings(max_new_tokens=1, batch_size=4))
+    with pytest.raises(TrainingDataError, match="longer than 1 tokens"):
+        _train(prompts, tmp_path / "c", data_settings=DataSettings(max_prompt_tokens=1))
+    model = tiny_model("llama").train()
+    model.peft_config = {"mine": object()}
+    with pytest.raises(ConfigurationError, match="has adapters \\('mine'\\)"):
+        train_heads(model, letter_tokenizer(), [prompts], tmp_path / "d")
+    del model.peft_config
+    with pytest.raises(TrainingDataError):
+        train_heads(model, letter_tokenizer(), [prompts], tmp_path / "e", data_settings=DataSettings(max_new_tokens=1))
+    assert model.training
+
+
 def test_settings_are_checked() -> None:
     for settings in ({"answers_per_prompt": 0}, {"batch_size": 0}, {"temperature": 0.0}):
         with pytest.raises(ConfigurationError, match=next(iter(settings))):
             DataSettings(**settings)
-    for settings in ({"epochs": 0}, {"learning_rate": -1.0}, {"eval_part": 1.0}):
+    for settings in (
+        {"epochs": 0},
+        {"learning_rate": -1.0},
+        {"eval_part": 1.0},
+        {"max_positions": 0},
+        {"dtype": "bf16"},
+    ):
         with pytest.raises(ConfigurationError, match=next(iter(settings))):
             TrainingSettings(**settings)

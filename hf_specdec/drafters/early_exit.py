@@ -29,7 +29,7 @@ from ..errors import InvalidSettingError, UnsupportedModelError
 from ..forward import CachedModel
 from ..halves import Halves, Handover, find_layers, head_logits, watch
 from ..heads.exit import BoundExit, ExitReader
-from ..structure import halves_agree
+from ..structure import halves_agree, support
 from .assistant import AssistantDrafter
 from .base import Drafter
 
@@ -104,6 +104,11 @@ class EarlyExitDrafter(Drafter):
     def start(self, context: Context) -> None:
         self._target = self._halves = self._own_cache = self._reader = None
         self._prompt_lengths = context.prompt_lengths
+        if not self._reuses and context.batch_size > 1 and not support(self.model).movable:
+            raise UnsupportedModelError(
+                f"The early layers of {type(self.model).__name__} draft with a cache of their own, which cannot "
+                "advance the rows of a batch by different lengths. Use batch size 1 or another speculative_mode."
+            )
         self._decided = False
         self._watched.clear()  # an exception may have left what an earlier call saw
         reach = min(_REACH, *context.prompt_lengths)
@@ -205,11 +210,12 @@ class EarlyExitDrafter(Drafter):
         drafted = [chains[row] for row in rows]
         probabilities = context.probabilities(logits, rows, drafted)
         if self.config.draft_sampling == "greedy":
-            return probabilities.topk(width).indices, probabilities
+            return probabilities.topk(min(width, probabilities.shape[-1])).indices, probabilities
         if context.draws_own_noise:
             return torch.multinomial(probabilities, 1), probabilities
         steps = [context.step(row) + len(chain) for row, chain in zip(rows, drafted, strict=True)]
-        return context.coupled(probabilities, rows, steps).topk(width).indices, probabilities
+        ranked = context.coupled(probabilities, rows, steps)
+        return ranked.topk(min(width, ranked.shape[-1])).indices, probabilities
 
     # ------------------------------------------------------------------ choosing an exit
 
@@ -266,8 +272,7 @@ class EarlyExitDrafter(Drafter):
                     return AssistantDrafter(halves.below, AssistantConfig(draft_sampling=self.config.draft_sampling))
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(
-                    f"The first {exit_layer} layers of {type(self.model).__name__} cannot draft: {error} Use another "
-                    "speculative_mode."
+                    f"The first {exit_layer} layers of {type(self.model).__name__} cannot draft: {error}"
                 ) from error
 
 

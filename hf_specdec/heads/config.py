@@ -85,8 +85,10 @@ class MedusaConfig(PeftConfig):
         if not isinstance(self.own_lm_head, bool):
             raise InvalidSettingError(f"own_lm_head must be True or False, got {self.own_lm_head!r}.")
         probe = self.base_probe
-        if probe is not None and not (isinstance(probe, list) and all(isinstance(x, (int, float)) for x in probe)):
-            raise InvalidSettingError("base_probe of draft heads must be a list of numbers.")
+        if probe is not None and not (
+            isinstance(probe, list) and all(isinstance(x, (int, float)) and abs(x) < 1e30 for x in probe)
+        ):
+            raise InvalidSettingError("base_probe of draft heads must be a list of finite numbers.")
         if self.provenance is not None and not isinstance(self.provenance, dict):
             raise InvalidSettingError("provenance of draft heads must be a dictionary.")
 

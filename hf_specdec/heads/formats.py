@@ -28,10 +28,11 @@ from .module import BoundHeads
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-_OWN_LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
-_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_VLLM_LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+_NUMBER = r"(0|[1-9]\d{0,3})"
+_BLOCK = re.compile(rf"{_NUMBER}\.{_NUMBER}\.linear\.(weight|bias)")
+_OWN_LM_HEAD = re.compile(rf"{_NUMBER}\.{_NUMBER}\.weight")
+_VLLM_BLOCK = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
+_VLLM_LM_HEAD = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
 
 
 def convert(source: str | Path, output: str | Path, base: str | None = None) -> MedusaConfig:
@@ -48,67 +49,86 @@ def convert(source: str | Path, output: str | Path, base: str | None = None) -> 
     Raises:
         AdapterError: there are no such heads, or their tensors do not fit together.
     """
+    output = Path(output)
+    if output.exists() and not output.is_dir():
+        raise AdapterError(f"{output} is a file; name a folder to write.")
     folder = _local(source)
     config, tensors = read_heads(folder)
     config.base_model_name_or_path = base or _named_base(folder)
-    output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
     config.inference_mode = True
-    config.save_pretrained(str(output))
+    output.mkdir(parents=True, exist_ok=True)
     save_file(
-        {f"{CHECKPOINT_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()},
+        # heads that share a tensor get one each
+        {f"{CHECKPOINT_PREFIX}{name}": tensor.clone().contiguous() for name, tensor in tensors.items()},
         output / ADAPTER_WEIGHTS,
         metadata={"format": "pt"},
     )
+    config.save_pretrained(str(output))
     return config
 
 
 def read_heads(folder: Path) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
     """Settings, and tensors under our names, of the heads in a folder. Raises `AdapterError`."""
-    tensors = _read_tensors(folder)
-    ours: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        block = _BLOCK.fullmatch(name) or _VLLM_BLOCK.fullmatch(name)
-        own = _OWN_LM_HEAD.fullmatch(name) or _VLLM_LM_HEAD.fullmatch(name)
-        if block is not None:
-            head, layer, kind = block.groups()
-            ours[f"heads.{head}.layers.{layer}.linear.{kind}"] = tensor
-        elif own is not None:
-            ours[f"lm_heads.{own.group(1)}.weight"] = tensor
-        elif name == "token_map":
-            ours[name] = tensor.long()
-        else:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _read_tensors(folder).items():
+        ours = _our_name(name)
+        if ours is None:
             raise AdapterError(f"{folder} holds a tensor {name!r} that belongs to no layout of Medusa heads.")
-    return _described(ours, folder), ours
+        if ours in tensors:
+            raise AdapterError(f"{folder} holds {ours!r} twice.")
+        tensors[ours] = tensor
+    return _described(tensors, folder), tensors
+
+
+def _our_name(name: str) -> str | None:
+    """What we call a tensor of another layout; None where it is no part of heads."""
+    if block := _BLOCK.fullmatch(name) or _VLLM_BLOCK.fullmatch(name):
+        head, layer, kind = block.groups()
+        return f"heads.{head}.layers.{layer}.linear.{kind}"
+    if own := _OWN_LM_HEAD.fullmatch(name) or _VLLM_LM_HEAD.fullmatch(name):
+        return f"lm_heads.{own.group(1)}.weight"
+    return name if name == "token_map" else None
 
 
 def _described(tensors: dict[str, torch.Tensor], folder: Path) -> MedusaConfig:
     """The settings that these tensors, under our names, amount to; what they leave out is added."""
     layers = {tuple(map(int, re.findall(r"\d+", name)[:2])) for name in tensors if name.startswith("heads.")}
-    heads, depth = {head for head, _ in layers}, {layer for _, layer in layers}
     if not layers:
         raise AdapterError(f"{folder} holds no Medusa heads.")
-    num_heads, num_layers = len(heads), len(depth)
+    num_heads, num_layers = len({head for head, _ in layers}), len({layer for _, layer in layers})
     complete = {(head, layer) for head in range(num_heads) for layer in range(num_layers)}
     own = {int(name.split(".")[1]) for name in tensors if name.startswith("lm_heads.")}
-    if layers != complete or (own and own != heads):
+    if layers != complete or (own and own != set(range(num_heads))):
         raise AdapterError(f"{folder} holds {num_heads} heads, and not all of them with {num_layers} layers each.")
-    hidden_size = tensors["heads.0.layers.0.linear.weight"].shape[-1]
-    for head, layer in sorted(layers):
-        name = f"heads.{head}.layers.{layer}.linear"
-        if f"{name}.weight" not in tensors:
-            raise AdapterError(f"{folder} holds a bias of layer {layer} of head {head} without its weight.")
-        tensors.setdefault(f"{name}.bias", torch.zeros_like(tensors[f"{name}.weight"][..., 0]))
-    outputs = {tuple(tensors[f"lm_heads.{head}.weight"].shape) for head in own}
-    drafted = next(iter(outputs))[0] if outputs else None
+    names = [f"heads.{head}.layers.{layer}.linear" for head, layer in sorted(layers)]
+    without = [name for name in names if f"{name}.weight" not in tensors]
+    if without:
+        raise AdapterError(f"{folder} holds a bias {without[0]}.bias without its weight.")
+    for name, tensor in tensors.items():
+        finite = tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
+        if name == "token_map":
+            finite = tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+        if not finite or not tensor.numel():
+            raise AdapterError(f"{folder} holds {name!r} that is empty, of the wrong type, or not finite.")
+    first = tensors[f"{names[0]}.weight"]
+    hidden_size = first.shape[-1] if first.dim() == 2 else 0
+    drafted = len(tensors["lm_heads.0.weight"]) if own else None
     token_map = tensors.get("token_map")
-    sizes = {tuple(tensors[f"heads.{head}.layers.{layer}.linear.weight"].shape) for head, layer in layers}
-    if (
-        sizes != {(hidden_size, hidden_size)}
-        or (outputs and outputs != {(drafted, hidden_size)})
-        or (token_map is not None and drafted is not None and token_map.shape != (drafted,))
-    ):
-        raise AdapterError(f"The tensors in {folder} do not fit together: {sorted(sizes)}, LM heads {sorted(outputs)}.")
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden_size, hidden_size) for name in names}
+    shapes.update({f"{name}.bias": (hidden_size,) for name in names if f"{name}.bias" in tensors})
+    shapes.update({f"lm_heads.{head}.weight": (drafted or 0, hidden_size) for head in own})
+    if token_map is not None and drafted is not None:
+        shapes["token_map"] = (drafted,)
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise AdapterError(
+                f"The tensors in {folder} do not fit together: {name} is {list(tensors[name].shape)}, not "
+                f"{list(shape)}."
+            )
+    for name in names:
+        tensors.setdefault(f"{name}.bias", torch.zeros(hidden_size, dtype=first.dtype))
+    if token_map is not None:
+        tensors["token_map"] = token_map.long()
     return MedusaConfig(
         num_heads=num_heads,
         num_layers=num_layers,
@@ -208,8 +228,10 @@ def _load(file: Path, only: re.Pattern[str] | None = None) -> dict[str, torch.Te
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)  # never run what a pickle holds
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
-        raise AdapterError(f"{file} is no dictionary of tensors.")
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in loaded.items()
+    ):
+        raise AdapterError(f"{file} is no dictionary of named tensors.")
     return loaded
 
 

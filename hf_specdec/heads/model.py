@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import peft
 import torch
+from jinja2 import TemplateError
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType, register_peft_method
 from safetensors import SafetensorError, safe_open
@@ -122,6 +123,8 @@ class MedusaModel(BaseTuner):
         config = self.peft_config[adapter_name]
         assert isinstance(config, MedusaConfig)
         try:
+            if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict, adapter_name):
+                raise AdapterError(f"An adapter cannot be called {adapter_name!r}; choose another name.")
             _check_base(config, model)
         except AdapterError:
             self.peft_config.pop(adapter_name)  # transformers would take it for loaded
@@ -155,7 +158,7 @@ class MedusaModel(BaseTuner):
             raise AdapterError(
                 "Draft heads cannot be merged into the model's weights; use unload() to be without them."
             )
-        for adapter_name in list(self.peft_config):
+        for adapter_name in [name for name, config in self.peft_config.items() if isinstance(config, MedusaConfig)]:
             _take_out(self.model, adapter_name)
         return self.model
 
@@ -230,9 +233,19 @@ def _find(model: Any, adapter: str | None, kind: type, called: str) -> tuple[Any
         adapter = active[0]
     if adapter not in names:
         raise AdapterError(f"{name} has no {called} {adapter!r}, but {', '.join(map(repr, names))}.")
-    heads = _heads(model, adapter)
-    _check_finite(dict(heads.named_parameters()), adapter)
-    return heads, model.peft_config[adapter]
+    heads, config = _heads(model, adapter), model.peft_config[adapter]
+    with torch.no_grad():
+        _check_finite(dict(heads.named_parameters()), adapter)
+        vocab_size, hidden_size = lm_head_shape(model)
+        highest = -1 if heads.token_map is None else int(heads.token_map.max())
+        if config.own_lm_head and heads.token_map is None:
+            highest = (config.vocab_size or 0) - 1
+    if config.hidden_size != hidden_size or highest >= vocab_size:
+        raise AdapterError(
+            f"The heads {adapter!r} draft tokens up to {highest} from a hidden size of {config.hidden_size}; {name} "
+            f"has {vocab_size} tokens and {hidden_size} now. Load heads for the model as it is."
+        )
+    return heads, config
 
 
 def _container(model: Any) -> HeadContainer:
@@ -387,18 +400,18 @@ def install() -> None:
     """Check adapters of draft heads wherever PEFT or transformers load them, and write cards for them. Idempotent."""
     for owner, name, wrapper in _WRAPPED:
         original = getattr(owner, name)
-        if not hasattr(original, "_specdec_original"):
+        if not hasattr(original, "_specdec_wrapper"):
             wrapped: Any = functools.wraps(original)(wrapper(original))
-            wrapped._specdec_original = original
+            wrapped._specdec_wrapper, wrapped._specdec_original = wrapped, original
             setattr(owner, name, wrapped)
 
 
 def uninstall() -> None:
     """Undo `install`."""
     for owner, name, _ in _WRAPPED:
-        original = getattr(getattr(owner, name), "_specdec_original", None)
-        if original is not None:
-            setattr(owner, name, original)
+        wrapped = getattr(owner, name)
+        if getattr(wrapped, "_specdec_wrapper", None) is wrapped:  # what others have put over it stays
+            setattr(owner, name, wrapped._specdec_original)  # type: ignore[union-attr]
 
 
 def _checked_by_peft(original: Callable) -> Any:
@@ -455,8 +468,8 @@ def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], ad
     if tensors is not None:
         _check_tensors({_own_name(key): tensor for key, tensor in tensors.items()}, heads, config, adapter_name)
         return
-    file = cached_file(str(source), SAFETENSORS_WEIGHTS_NAME, **download)
     try:
+        file = cached_file(str(source), SAFETENSORS_WEIGHTS_NAME, **download)
         with safe_open(file, "pt") as opened:
             shapes = {_own_name(key): tuple(opened.get_slice(key).get_shape()) for key in list(opened.keys())}
     except (SafetensorError, OSError) as error:
@@ -482,7 +495,10 @@ def _with_our_card(original: Callable) -> Any:
         original(self, output_dir)
         config = self.active_peft_config
         if is_new and isinstance(config, MedusaConfig) and config.provenance:
-            model_card(config).save(path)
+            try:
+                model_card(config).save(path)
+            except (TypeError, ValueError, AttributeError, TemplateError) as error:
+                warnings.warn(f"The provenance of these heads makes no model card: {error}", stacklevel=2)
 
     return create_or_update_model_card
 
@@ -497,14 +513,21 @@ _WRAPPED: tuple[tuple[Any, str, Callable], ...] = (
 @contextmanager
 def _taken_out_on_failure(model: Any, adapter_name: str, known: list[str]) -> Iterator[None]:
     """Leave the model as it was if loading an adapter of draft heads fails inside."""
+    attributes = set(vars(model))
+    trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         config = getattr(model, "peft_config", {}).get(adapter_name)
         if adapter_name in known or not isinstance(config, MedusaConfig):
             raise
         _take_out(model, adapter_name)
-        if isinstance(error, AdapterError):
+        for attribute in set(vars(model)) - attributes:
+            delattr(model, attribute)
+        if known:  # PEFT lets another adapter be trained now
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(trained[name])
+        if isinstance(error, AdapterError) or not isinstance(error, Exception):
             raise
         raise AdapterError(
             f"The heads {adapter_name!r} could not be loaded: {type(error).__name__}: {error}"
@@ -528,5 +551,6 @@ def _remove_if_empty(model: Any) -> None:
     container = getattr(model, _CONTAINER, None)
     if container is not None and not container.medusa_heads:
         delattr(model, _CONTAINER)
-        for weight in container._trainable:
-            weight.requires_grad_(True)
+        if not getattr(model, "peft_config", None):  # other adapters want the model frozen
+            for weight in container._trainable:
+                weight.requires_grad_(True)

@@ -126,10 +126,14 @@ class SharedLMHead:
         self.token_map.copy_(tokens)
 
     def spread(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[k, V_d]` as scores `[k, V]` over the base model's vocabulary: what cannot be drafted gets -inf."""
+        """Scores `[k, V_d]` as scores `[k, V]` over the base model's vocabulary.
+
+        What cannot be drafted gets next to nothing, not -inf: processors may rule out all the rest.
+        """
         if self.token_map is None:
             return scores
-        wide = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+        least = scores.min(dim=-1, keepdim=True).values - 50.0
+        wide = least.expand(*scores.shape[:-1], self.vocab_size).clone()
         wide[..., self.token_map] = scores
         return wide
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from ..draft import Budget, Context, Draft, Scores, Verdict
 from ..drafters.base import Drafter
@@ -114,7 +115,8 @@ def _chat(row: Any, where: str) -> list[dict[str, str]]:
         if column == "instruction" and row.get("input"):
             text = f"{text}\n\n{row['input']}"
     except (KeyError, TypeError, IndexError) as error:
-        raise TrainingDataError(f"{column} of {where} is malformed: {error!r}") from error
+        said = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise TrainingDataError(f"{column} of {where} is malformed: {said}.") from error
     if not isinstance(text, str) or not text.strip():
         raise TrainingDataError(f"{column} of {where} holds no text.")
     return [{"role": "user", "content": text}]
@@ -123,6 +125,10 @@ def _chat(row: Any, where: str) -> list[dict[str, str]]:
 def _message(message: dict[str, str]) -> dict[str, str]:
     role = message["role"] if "role" in message else message["from"]
     content = message["content"] if "content" in message else message["value"]
+    if isinstance(content, list):  # parts, of which only text can be used
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise TypeError(f"a message without text: {message!r}")
     return {"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content}
 
 
@@ -130,7 +136,7 @@ def _without_last_answer(chat: list[dict[str, str]]) -> list[dict[str, str]]:
     while chat and chat[-1]["role"] == "assistant":
         chat = chat[:-1]
     if not chat:
-        raise KeyError("a message that is not the assistant's")
+        raise TypeError("there is no message but the assistant's")
     return chat
 
 
@@ -270,22 +276,23 @@ def answer(
 ) -> list[Answer]:
     """The model's answers to prompts (token ids), one batch."""
     longest = max(map(len, prompts))
-    pad = model.generation_config.pad_token_id
-    pad = 0 if pad is None else pad
+    own = model.generation_config
+    pad = 0 if own.pad_token_id is None else own.pad_token_id
+    ends = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id")}
     device = model.device
     ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
     recorder = Recorder(model, settings.top_k_labels)
     sampling = {"do_sample": True, "temperature": settings.temperature} if do_sample else {"do_sample": False}
+    # the model's distribution as it is: penalties and the like of its generation config stay out
+    plainly = GenerationConfig(**ends, pad_token_id=pad, max_new_tokens=settings.max_new_tokens, **sampling)
     torch.manual_seed(seed)
     model.generate(
         input_ids=ids,
         attention_mask=mask,
-        pad_token_id=pad,
-        max_new_tokens=settings.max_new_tokens,
+        generation_config=plainly,
         speculative_mode=recorder,
         speculative_config={"num_draft_tokens": 1},
-        **sampling,
     )
     return recorder.answers()
 

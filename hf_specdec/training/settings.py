@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..heads.config import DTYPES
 
 # held-out accuracy is reported for these many guesses
 TOP_K = (1, 10)
@@ -48,6 +49,10 @@ class TrainingSettings:
                 raise ConfigurationError(f"{name} must be above 0, got {getattr(self, name)}.")
         if not 0 < self.eval_part < 1:
             raise ConfigurationError(f"eval_part must lie between 0 and 1, got {self.eval_part}.")
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ConfigurationError(f"max_positions must be at least 1, got {self.max_positions}.")
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
 
 
 @dataclass

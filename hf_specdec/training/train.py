@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..errors import TrainingDataError
+from ..errors import ConfigurationError, TrainingDataError
 from ..heads.config import MedusaConfig
 from ..heads.model import find_exit, find_heads
 from ..heads.module import SharedLMHead
@@ -91,6 +91,7 @@ def train_heads(
 
     Raises:
         TrainingDataError: the prompts cannot be read, or the cache holds answers made otherwise.
+        ConfigurationError: the model has adapters.
         AdapterError: the model has no LM head that heads could be put beside.
     """
     from accelerate import PartialState
@@ -98,84 +99,102 @@ def train_heads(
 
     config, data_settings = config or MedusaConfig(), data_settings or DataSettings()
     settings, output = settings or TrainingSettings(), Path(output)
+    if getattr(model, "peft_config", None):
+        raise ConfigurationError(
+            f"This {type(model).__name__} has adapters ({', '.join(map(repr, model.peft_config))}). Heads are trained "
+            "on the model as it is loaded: load it anew, or unload() or merge them."
+        )
     state = PartialState()
+    with _evaluating(model):
+        chats = [chat for source in data for chat in read_prompts(source)]
+        prompts = encode(tokenizer, chats, data_settings.max_prompt_tokens)
+        if not prompts:
+            raise TrainingDataError(f"All prompts are longer than {data_settings.max_prompt_tokens} tokens.")
+        folder = Path(cache or output / "answers")
+        answers = make_answers(model, prompts, folder, data_settings, settings, progress)
+        parts = answers.split(settings.eval_part)
+        if not all(len(part.tokens) for part in parts):
+            raise TrainingDataError(
+                "There are too few answers to hold some out; pass more prompts, or another eval_part."
+            )
+        _claim(output / "checkpoints", config, data_settings, settings, len(prompts))
+        set_seed(settings.seed)
+        with _heads_beside(model, config) as peft_model:
+            if base_name is not None:
+                config.base_model_name_or_path = base_name
+            began = time.perf_counter()
+            learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
+            arguments = TrainingArguments(
+                output_dir=str(output / "checkpoints"),
+                per_device_train_batch_size=batch_size,
+                per_device_eval_batch_size=batch_size,
+                num_train_epochs=settings.epochs,
+                learning_rate=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                lr_scheduler_type="cosine",
+                warmup_steps=0.05,
+                bf16=settings.bf16,
+                use_cpu=model.device.type == "cpu",
+                seed=settings.seed,
+                save_strategy="epoch",
+                save_total_limit=1,
+                eval_strategy="epoch",
+                logging_steps=50,
+                report_to=report_to,
+                disable_tqdm=not progress,
+                remove_unused_columns=False,
+                dataloader_pin_memory=False,
+                label_names=["target"],
+            )
+            trainer = Trainer(
+                model=learner,
+                args=arguments,
+                train_dataset=datasets[0],
+                eval_dataset=datasets[1],
+                data_collator=_as_it_is,
+                compute_metrics=_metrics,
+            )
+            checkpoint = _checkpoint(output / "checkpoints")
+            trainer.train(resume_from_checkpoint=checkpoint)
+            training_seconds = time.perf_counter() - began
+            found = trainer.evaluate()
+            report = TrainingReport(
+                base=config.base_model_name_or_path or type(model).__name__,
+                kind=config.head_type,
+                data=[Path(source).name if Path(source).exists() else str(source) for source in data],
+                positions=len(parts[0].tokens),
+                held_out_positions=len(parts[1].tokens),
+                heads=[
+                    {name: round(found[f"eval_head{head}_{name}"], 4) for name in ("loss", *(f"top{k}" for k in TOP_K))}
+                    for head in range(1 if config.head_type == "exit" else config.num_heads)
+                ],
+                data_seconds=round(answers.seconds / state.num_processes, 1),
+                training_seconds=round(training_seconds, 1),
+                resumed=checkpoint is not None,
+                data_settings=asdict(data_settings),
+                training_settings=asdict(settings),
+                versions=_versions(),
+                machine=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+                command=command,
+            )
+            if state.is_main_process:
+                config.provenance = asdict(report)
+                weights.to(getattr(torch, settings.dtype))
+                peft_model.save_pretrained(str(output), save_embedding_layers=False)
+                (output / PROVENANCE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+            state.wait_for_everyone()
+            return report
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """The model in evaluation mode; afterwards it is in its own again."""
+    training = model.training
     model.eval()
-    chats = [chat for source in data for chat in read_prompts(source)]
-    prompts = encode(tokenizer, chats, data_settings.max_prompt_tokens)
-    if not prompts:
-        raise TrainingDataError(f"All prompts are longer than {data_settings.max_prompt_tokens} tokens.")
-    folder = Path(cache or output / "answers")
-    answers = make_answers(model, prompts, folder, data_settings, settings, progress)
-    parts = answers.split(settings.eval_part)
-    if not all(len(part.tokens) for part in parts):
-        raise TrainingDataError("There are too few answers to hold some out; pass more prompts, or another eval_part.")
-    _claim(output / "checkpoints", config, data_settings, settings, len(prompts))
-    set_seed(settings.seed)
-    with _heads_beside(model, config) as peft_model:
-        if base_name is not None:
-            config.base_model_name_or_path = base_name
-        began = time.perf_counter()
-        learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
-        arguments = TrainingArguments(
-            output_dir=str(output / "checkpoints"),
-            per_device_train_batch_size=batch_size,
-            per_device_eval_batch_size=batch_size,
-            num_train_epochs=settings.epochs,
-            learning_rate=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            lr_scheduler_type="cosine",
-            warmup_steps=0.05,
-            bf16=settings.bf16,
-            use_cpu=model.device.type == "cpu",
-            seed=settings.seed,
-            save_strategy="epoch",
-            save_total_limit=1,
-            eval_strategy="epoch",
-            logging_steps=50,
-            report_to=report_to,
-            disable_tqdm=not progress,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-            label_names=["target"],
-        )
-        trainer = Trainer(
-            model=learner,
-            args=arguments,
-            train_dataset=datasets[0],
-            eval_dataset=datasets[1],
-            data_collator=_as_it_is,
-            compute_metrics=_metrics,
-        )
-        checkpoint = _checkpoint(output / "checkpoints")
-        trainer.train(resume_from_checkpoint=checkpoint)
-        training_seconds = time.perf_counter() - began
-        found = trainer.evaluate()
-        report = TrainingReport(
-            base=config.base_model_name_or_path or type(model).__name__,
-            kind=config.head_type,
-            data=[Path(source).name if Path(source).exists() else str(source) for source in data],
-            positions=len(parts[0].tokens),
-            held_out_positions=len(parts[1].tokens),
-            heads=[
-                {name: round(found[f"eval_head{head}_{name}"], 4) for name in ("loss", *(f"top{k}" for k in TOP_K))}
-                for head in range(1 if config.head_type == "exit" else config.num_heads)
-            ],
-            data_seconds=round(answers.seconds / state.num_processes, 1),
-            training_seconds=round(training_seconds, 1),
-            resumed=checkpoint is not None,
-            data_settings=asdict(data_settings),
-            training_settings=asdict(settings),
-            versions=_versions(),
-            machine=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-            command=command,
-        )
-        if state.is_main_process:
-            config.provenance = asdict(report)
-            weights.to(getattr(torch, settings.dtype))
-            peft_model.save_pretrained(str(output), save_embedding_layers=False)
-            (output / PROVENANCE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-        state.wait_for_everyone()
-        return report
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _task(
@@ -189,6 +208,12 @@ def _task(
     """What is trained, on what (training, held out), so many items a step, and the weights that are saved."""
     if config.head_type != "exit":
         heads = find_heads(model)
+        longest = min(int(part.lengths.max()) for part in parts)
+        if longest <= heads.num_heads:
+            raise TrainingDataError(
+                f"The longest answer has {longest} tokens, too few for {heads.num_heads} heads to learn from. Make "
+                "longer answers, or fewer heads."
+            )
         output_of = _outputs(heads, parts[0])
         positions: list[Dataset] = [Positions(part, heads.num_heads, output_of) for part in parts]
         return HeadsInTraining(heads, settings), positions, settings.batch_size, heads.heads
