@@ -67,8 +67,8 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
 
     training = train.add_argument_group("training")
     training.add_argument("--epochs", type=float, metavar="N", default=3.0, help="times every position is seen")
-    training.add_argument("--batch-size", type=int, metavar="N", default=1024, help="positions a step")
-    training.add_argument("--learning-rate", type=float, metavar="X", default=1e-3, help="highest learning rate")
+    training.add_argument("--batch-size", type=int, metavar="N", default=256, help="positions a step")
+    training.add_argument("--learning-rate", type=float, metavar="X", default=3e-3, help="highest learning rate")
     training.add_argument("--eval-part", type=float, metavar="P", default=0.05, help="part of the prompts held out")
     training.add_argument("--bf16", action="store_true", help="train in mixed precision")
     training.add_argument("--seed", type=int, metavar="N", default=0, help="seed of answers and training")

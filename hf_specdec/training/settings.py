@@ -32,11 +32,11 @@ class TrainingSettings:
     """
 
     epochs: float = 3.0
-    batch_size: int = 1024
-    learning_rate: float = 1e-3
+    batch_size: int = 256
+    learning_rate: float = 3e-3
     weight_decay: float = 0.01
     head_decay: float = 0.8
-    feature_weight: float = 0.1
+    feature_weight: float = 1.0
     eval_part: float = 0.05
     max_positions: int | None = None
     dtype: str = "bfloat16"
