@@ -312,13 +312,13 @@ class _Decoder:
         self.call, self.drafter, self.abilities, self.streamer = call, drafter, abilities, streamer
 
     def __call__(self, model: Any, input_ids: Any, generation_config: Any, **arguments: Any) -> Any:
-        cache = arguments[CACHE_KEY]
-        before = kv.slots(cache) if isinstance(cache, Cache) else None
+        cache = arguments.get(CACHE_KEY)
+        used = kv.slots(cache) if isinstance(cache, Cache) else 0
         try:
             return self._decode(model, input_ids, generation_config=generation_config, **arguments)
         except UnsupportedError as error:
             # the cache that has been written to cannot be decoded from again
-            if self.call.config.on_unsupported != "plain" or (before is not None and kv.slots(cache) != before):
+            if self.call.config.on_unsupported != "plain" or (isinstance(cache, Cache) and kv.slots(cache) != used):
                 raise
             _warn_plain(error)
             return model._sample(input_ids, generation_config=generation_config, streamer=self.streamer, **arguments)

@@ -156,6 +156,14 @@ def test_which_adapter_is_for_which_mode() -> None:
     assert_same(model, prompt(), {"speculative_mode": "medusa"}, max_new_tokens=12)
 
 
+def test_a_broken_exit_is_named_and_not_passed_over() -> None:
+    model = with_exit()
+    with torch.no_grad():
+        find_exit(model).weights.layer.up.weight[0, 0] = torch.nan
+    with pytest.raises(AdapterError, match=r"not finite in layer\.up\.weight"):
+        run(model, prompt(), max_new_tokens=4, speculative_mode="early_exit")
+
+
 def test_models_that_cannot_be_halved_are_refused() -> None:
     model = with_exit("falcon_alibi")
     with pytest.raises(UnsupportedModelError, match="two halves"):

@@ -422,6 +422,7 @@ def test_disabled_adapters(base: Any) -> None:
         {"exit_layer": 3},
         {"exit_layer": None, "head_type": "exit"},
         {"own_lm_head": True, "head_type": "exit", "exit_layer": 2},
+        {"num_layers": 2, "head_type": "exit", "exit_layer": 2},
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ class EarlyExitDrafter(Drafter):
         # a window shows a node that comes late less than it must see; what is drawn from q is one chain
         branches = budget.trees and not context.draws_own_noise and not target.has_windows
         width = 1 + (self.config.num_alternatives if branches else 0)
-        tree = _GrowingTree(context)
+        tree = _ChainsWithLeaves(context)
         columns: list[torch.Tensor] = []
         if self._reader is not None:
             self._reader.start_drafting()
@@ -276,7 +276,7 @@ class EarlyExitDrafter(Drafter):
                 ) from error
 
 
-class _GrowingTree:
+class _ChainsWithLeaves:
     """A chain per row, with leaves beside it."""
 
     def __init__(self, context: Context) -> None:

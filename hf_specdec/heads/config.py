@@ -21,6 +21,7 @@ class MedusaConfig(PeftConfig):
 
     Main arguments:
         num_heads: heads; head k predicts the token k + 2 positions on, so a draft is at most so deep.
+            A trained exit has none.
         num_layers: residual blocks of a head.
         head_type: `"independent"` (Medusa: every head sees the last hidden state alone), `"sequential"` (Hydra,
             arXiv:2402.05109: a head goes on from the head before it and also sees the token drafted there), or `"exit"`
@@ -80,6 +81,8 @@ class MedusaConfig(PeftConfig):
             raise InvalidSettingError("exit_layer goes with head_type='exit', and no other.")
         if self.head_type == "exit" and self.own_lm_head:
             raise InvalidSettingError("own_lm_head: a trained exit shares the model's LM head.")
+        if self.head_type == "exit" and self.num_layers != 1:
+            raise InvalidSettingError("num_layers: a trained exit is a single layer.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidSettingError(f"dtype of draft heads must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if not isinstance(self.own_lm_head, bool):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from transformers.utils.hub import DownloadKwargs
 
 from ..errors import AdapterError
 from .card import model_card
+from .checks import base_probe, check_base, check_finite, check_shapes, check_tensors
 from .config import MedusaConfig
 from .exit import BoundExit, TrainedExit
 from .module import BoundHeads, MedusaHeads, lm_head_shape
@@ -39,9 +41,6 @@ _NAME = "MEDUSA"
 _CONTAINER, _HEADS = "spec_head_container", "medusa_heads"
 # what stands before the names of the heads' tensors in `adapter_model.safetensors`
 CHECKPOINT_PREFIX = f"base_model.model.{_CONTAINER}.{_HEADS}."
-_PROBES = 64
-# cosine of two probes; a fine-tuned model stays close to its origin, another model is nowhere near
-_SAME_MODEL = 0.9
 
 
 def _extend_enum() -> Any:
@@ -125,7 +124,7 @@ class MedusaModel(BaseTuner):
         try:
             if not adapter_name or "." in adapter_name or hasattr(nn.ModuleDict, adapter_name):
                 raise AdapterError(f"An adapter cannot be called {adapter_name!r}; choose another name.")
-            _check_base(config, model)
+            check_base(config, model)
         except AdapterError:
             self.peft_config.pop(adapter_name)  # transformers would take it for loaded
             raise
@@ -175,7 +174,7 @@ class MedusaModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         heads = _heads(_base_of(model), adapter_name)
         loaded = {_own_name(key): tensor for key, tensor in state_dict.items()}
-        _check_tensors(loaded, heads, config, adapter_name)
+        check_tensors(loaded, heads, config, adapter_name)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
@@ -202,12 +201,11 @@ def find_exit(model: Any, adapter: str | None = None) -> BoundExit:
 
 
 def has_exit(model: Any) -> bool:
-    """Whether a model has a trained exit that is active."""
-    try:
-        find_exit(model)
-    except AdapterError:
+    """Whether a model has a trained exit, sound or not, and its adapters are enabled."""
+    container = getattr(model, _CONTAINER, None)
+    if container is None or container.disable_adapters:
         return False
-    return True
+    return any(type(weights) is TrainedExit for weights in container.medusa_heads.values())
 
 
 def _find(model: Any, adapter: str | None, kind: type, called: str) -> tuple[Any, MedusaConfig]:
@@ -235,7 +233,7 @@ def _find(model: Any, adapter: str | None, kind: type, called: str) -> tuple[Any
         raise AdapterError(f"{name} has no {called} {adapter!r}, but {', '.join(map(repr, names))}.")
     heads, config = _heads(model, adapter), model.peft_config[adapter]
     with torch.no_grad():
-        _check_finite(dict(heads.named_parameters()), adapter)
+        check_finite(dict(heads.named_parameters()), adapter)
         vocab_size, hidden_size = lm_head_shape(model)
         highest = -1 if heads.token_map is None else int(heads.token_map.max())
         if config.own_lm_head and heads.token_map is None:
@@ -298,101 +296,6 @@ def _dtype(config: MedusaConfig, model: Any) -> torch.dtype:
     return model.dtype if config.dtype is None else getattr(torch, config.dtype)
 
 
-def base_probe(model: Any) -> list[float] | None:
-    """A few weights of a model's embedding, evenly spread, by which the model is known again."""
-    weight = model.get_input_embeddings().weight
-    if not weight.is_floating_point() or weight.device.type == "meta":
-        return None
-    flat = weight.detach().flatten()
-    places = torch.arange(_PROBES, device=weight.device) * (flat.numel() - 1) // (_PROBES - 1)
-    return [float(f"{value:.4g}") for value in flat[places].float().tolist()]
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _check_base(config: MedusaConfig, model: Any) -> None:
-    """Raise `AdapterError` unless heads of these settings fit this model."""
-    vocab_size, hidden_size = lm_head_shape(model)
-    name, origin = type(model).__name__, config.base_model_name_or_path
-    of = f" (they were made for {origin})" if origin else ""
-    for what, wanted, found in (
-        ("hidden size", config.hidden_size, hidden_size),
-        ("vocabulary", config.vocab_size, vocab_size),
-    ):
-        if wanted is not None and wanted != found:
-            raise AdapterError(f"These heads are for a {what} of {wanted}; {name} has {found}{of}.")
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if config.exit_layer is not None and config.exit_layer >= layers:
-        raise AdapterError(f"This exit is after layer {config.exit_layer}; {name} has only {layers} layers{of}.")
-    if config.draft_vocab_size is not None and config.draft_vocab_size > vocab_size:
-        raise AdapterError(
-            f"These heads draft from {config.draft_vocab_size} tokens; {name} has only {vocab_size}{of}."
-        )
-    probe = base_probe(model)
-    if probe is None or config.base_probe is None:
-        return
-    wanted_probe = torch.tensor(config.base_probe, dtype=torch.float64)
-    if len(probe) != len(wanted_probe):
-        raise AdapterError(f"base_probe of these heads must hold {len(probe)} numbers, not {len(wanted_probe)}.")
-    similarity = torch.cosine_similarity(wanted_probe, torch.tensor(probe, dtype=torch.float64), dim=0)
-    if not float(similarity) >= _SAME_MODEL:
-        raise AdapterError(
-            f"These heads were trained on another model{of}: its embedding is not that of this {name} (cosine "
-            f"{float(similarity):.2f}). Load them on their own base model, or train heads for this one."
-        )
-
-
-def _check_shapes(shapes: dict[str, tuple[int, ...]], heads: nn.Module, adapter_name: str) -> None:
-    """Raise `AdapterError` unless the tensors of such heads have these names and shapes."""
-    expected = {key: tuple(tensor.shape) for key, tensor in heads.state_dict().items()}
-    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
-    problems = [f"{what} {_some(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
-    problems += [
-        f"{key} is {list(shapes[key])}, not {list(shape)}"
-        for key, shape in expected.items()
-        if key in shapes and shapes[key] != shape
-    ]
-    if problems:
-        raise AdapterError(f"The heads {adapter_name!r} do not hold what their config says: {'; '.join(problems)}.")
-
-
-def _check_tensors(loaded: dict[str, torch.Tensor], heads: nn.Module, config: MedusaConfig, adapter_name: str) -> None:
-    """Raise `AdapterError` unless these are the tensors of such heads, by name, shape and value."""
-    _check_shapes({key: tuple(tensor.shape) for key, tensor in loaded.items()}, heads, adapter_name)
-    _check_finite(loaded, adapter_name)
-    if "token_map" in loaded:
-        _check_token_map(loaded["token_map"], lm_vocabulary=config.vocab_size or 0, adapter_name=adapter_name)
-
-
-def _check_token_map(token_map: torch.Tensor, lm_vocabulary: int, adapter_name: str) -> None:
-    if token_map.is_floating_point() or token_map.dtype == torch.bool:
-        raise AdapterError(f"token_map of the heads {adapter_name!r} must hold whole numbers.")
-    low, high = int(token_map.min()), int(token_map.max())
-    if not 0 <= low <= high < lm_vocabulary:
-        raise AdapterError(
-            f"token_map of the heads {adapter_name!r} is broken or was never loaded: it names tokens {low} to {high}, "
-            f"and the vocabulary has {lm_vocabulary}."
-        )
-    if token_map.unique().numel() != token_map.numel():
-        raise AdapterError(f"token_map of the heads {adapter_name!r} names a token twice.")
-
-
-def _check_finite(tensors: dict[str, torch.Tensor], adapter_name: str) -> None:
-    bad = [
-        key for key, tensor in tensors.items() if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
-    if bad:
-        raise AdapterError(
-            f"The heads {adapter_name!r} hold values that are not finite in {_some(bad)}: they are broken, or were "
-            "never loaded."
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 # ---------------------------------------------------------------- loading, checked
 
 
@@ -437,7 +340,7 @@ def _checked_by_transformers(original: Callable) -> Any:
             config = getattr(self, "peft_config", {}).get(name)
             if isinstance(config, MedusaConfig):
                 heads = _heads(self, name)
-                _check_tensors(heads.state_dict(), heads, config, name)
+                check_tensors(heads.state_dict(), heads, config, name)
                 heads.to(_dtype(config, self))
             return result
 
@@ -457,16 +360,17 @@ def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], ad
         download["local_files_only"] = True
     source = arguments.get("peft_model_id") or getattr(load_config, "pretrained_model_name_or_path", None)
     if config is None and source is not None:
-        if find_adapter_config_file(str(source), **_known_to(find_adapter_config_file, download)) is None:
-            return  # transformers says so
+        file = find_adapter_config_file(str(source), **_known_to(find_adapter_config_file, download))
+        if file is None or not _is_ours(file):
+            return  # transformers' affair
         config = peft.PeftConfig.from_pretrained(str(source), **download)
     if not isinstance(config, MedusaConfig):
         return
-    _check_base(config, model)
+    check_base(config, model)
     with torch.device("meta"):
         heads = _new_heads(config, model)
     if tensors is not None:
-        _check_tensors({_own_name(key): tensor for key, tensor in tensors.items()}, heads, config, adapter_name)
+        check_tensors({_own_name(key): tensor for key, tensor in tensors.items()}, heads, config, adapter_name)
         return
     try:
         file = cached_file(str(source), SAFETENSORS_WEIGHTS_NAME, **download)
@@ -476,7 +380,15 @@ def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], ad
         raise AdapterError(
             f"The heads {adapter_name!r} could not be loaded: {type(error).__name__}: {error}"
         ) from error
-    _check_shapes(shapes, heads, adapter_name)
+    check_shapes(shapes, heads, adapter_name)
+
+
+def _is_ours(config_file: str) -> bool:
+    try:
+        config = json.loads(Path(config_file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("peft_type") == _NAME
 
 
 def _own_name(key: str) -> str:

@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 from ..draft import Budget, Context, Draft, Scores, Verdict
 from ..drafters.base import Drafter
 from ..errors import ConfigurationError, TrainingDataError
-from ..heads.model import base_probe
+from ..heads.checks import base_probe
 from ..heads.module import lm_head_shape
 
 _MANIFEST = "manifest.json"
