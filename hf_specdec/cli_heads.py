@@ -1,4 +1,4 @@
-"""The command line's part about draft heads: `hf-specdec train-heads`, `convert` and `card`."""
+"""The command line's part about draft heads: `hf-specdec train-heads`, `evaluate-heads`, `convert` and `card`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     """Add the commands to a parser's subparsers."""
     _add_train(commands, formatter)
+    _add_evaluate(commands, formatter)
     _add_convert(commands, formatter)
     _add_card(commands, formatter)
 
@@ -55,6 +56,13 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     train.add_argument(
         "--draft-vocab-size", type=int, metavar="N", default=8192, help="tokens that can be drafted; 0 for all"
     )
+    train.add_argument(
+        "--output-rank",
+        type=int,
+        metavar="R",
+        help="rank of an output layer that the heads share (default: a quarter of the hidden size); 0 shares the "
+        "model's LM head, which takes longer to read",
+    )
     train.add_argument("--own-lm-head", action="store_true", help="give every head an LM head of its own")
 
     answers = train.add_argument_group("answers")
@@ -78,6 +86,31 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     training.add_argument("--device", metavar="DEVICE", help="where to run (default: cuda if there is one, else cpu)")
     training.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     train.set_defaults(run=_train)
+
+
+def _add_evaluate(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
+    evaluate = commands.add_parser(
+        "evaluate-heads",
+        help="count how far heads foresee a model's answers, and write it into their model card",
+        description="Let the base model answer prompts greedily, once, and count along its answers how often each head "
+        "is right and how many tokens a forward brings with trees of several sizes. Speed is measured by `bench`.",
+        formatter_class=formatter,
+    )
+    evaluate.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder of the heads")
+    evaluate.add_argument(
+        "--data", required=True, type=Path, metavar="FILE", help="JSON Lines of prompts, as for bench"
+    )
+    evaluate.add_argument("--base", metavar="MODEL", help="the base model (default: the one that the heads name)")
+    evaluate.add_argument(
+        "--nodes", type=int, nargs="+", metavar="N", default=[2, 7, 15, 31, 63], help="drafted nodes of the trees"
+    )
+    evaluate.add_argument("--max-new-tokens", type=int, metavar="N", default=128, help="most tokens of an answer")
+    evaluate.add_argument("--per-task", type=int, metavar="N", help="most prompts of a task (default: all)")
+    evaluate.add_argument("--batch-size", type=int, metavar="N", default=10, help="prompts answered at once")
+    evaluate.add_argument("--repo", metavar="NAME/HEADS", help="the repository that the card's example loads from")
+    evaluate.add_argument("--device", metavar="DEVICE", default="cpu", help="where to run")
+    evaluate.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    evaluate.set_defaults(run=_evaluate)
 
 
 def _add_convert(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
@@ -117,6 +150,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from .bench import load_model, load_tokenizer
     from .heads import MedusaConfig
+    from .heads.module import lm_head_shape
     from .training import DataSettings, TrainingSettings, train_heads
 
     if arguments.threads is not None:
@@ -128,6 +162,7 @@ def _train(arguments: argparse.Namespace) -> int:
         exit_layer=arguments.exit_layer,
         draft_vocab_size=arguments.draft_vocab_size or None,
         own_lm_head=arguments.own_lm_head,
+        output_rank=arguments.output_rank or None,
     )
     data_settings = DataSettings(
         answers_per_prompt=arguments.answers_per_prompt,
@@ -154,6 +189,8 @@ def _train(arguments: argparse.Namespace) -> int:
         device = str(PartialState().device)
     tokenizer = load_tokenizer(arguments.base)
     model = load_model(arguments.base, "float32" if device == "cpu" else "bfloat16", device)
+    if arguments.output_rank is None and not arguments.own_lm_head:
+        config.output_rank = max(1, lm_head_shape(model)[1] // 4)
     report = train_heads(
         model,
         tokenizer,
@@ -175,7 +212,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _card(arguments: argparse.Namespace) -> int:
-    from .heads.card import measured_by, model_card
+    from .heads.card import measured_by
 
     columns = arguments.columns or [path.stem for path in arguments.bench]
     if len(columns) != len(arguments.bench):
@@ -186,11 +223,54 @@ def _card(arguments: argparse.Namespace) -> int:
         measured = measured_by(reports, columns)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"That is no report of `bench --json`: {error!r}") from error
-    settings.provenance = {**(settings.provenance or {}), "measured": measured}
-    settings.save_pretrained(str(arguments.adapter))
-    model_card(settings, arguments.repo).save(arguments.adapter / "README.md")
-    print(f"Saved to {arguments.adapter / 'README.md'}")
+    _note(arguments.adapter, settings, arguments.repo, measured=measured)
     return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .bench import load_model, load_tokenizer
+    from .heads.card import acceptance_table
+    from .training.evaluate import evaluate_heads
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    settings = _settings_of(str(arguments.adapter))
+    base = _base_of(settings, arguments.base)
+    model = load_model(base, "float32" if arguments.device == "cpu" else "bfloat16", arguments.device)
+    model.load_adapter(str(arguments.adapter))
+    found = evaluate_heads(
+        model,
+        load_tokenizer(base),
+        arguments.data,
+        nodes=arguments.nodes,
+        max_new_tokens=arguments.max_new_tokens,
+        per_task=arguments.per_task,
+        batch_size=arguments.batch_size,
+    )
+    for number, head in enumerate(found.heads):
+        print(f"head {number}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
+    print(acceptance_table(found.to_dict()))
+    _note(arguments.adapter, settings, arguments.repo, evaluation=found.to_dict())
+    return 0
+
+
+def _note(adapter: Path, settings: MedusaConfig, repo: str | None, **found: Any) -> None:
+    """Put findings into an adapter's provenance, and make its card anew."""
+    from .heads.card import model_card
+
+    settings.provenance = {**(settings.provenance or {}), **found}
+    settings.save_pretrained(str(adapter))
+    model_card(settings, repo).save(adapter / "README.md")
+    print(f"Saved to {adapter / 'README.md'}")
+
+
+def _base_of(settings: MedusaConfig, given: str | None) -> str:
+    base = given or settings.base_model_name_or_path
+    if not base:
+        raise ConfigurationError("The adapter names no base model; pass --base.")
+    return base
 
 
 def _settings_of(adapter: str) -> MedusaConfig:
@@ -216,9 +296,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from .heads import find_heads
 
     settings = _settings_of(arguments.source)
-    base = arguments.base or settings.base_model_name_or_path
-    if not base:
-        raise ConfigurationError(f"{arguments.source} names no base model; pass --base.")
+    base = _base_of(settings, arguments.base)
     model = load_model(base)
     model.load_adapter(arguments.source)
     print(export_vllm(find_heads(model), arguments.output, base))

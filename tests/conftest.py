@@ -17,7 +17,7 @@ import hf_specdec
 from hf_specdec.heads import MedusaConfig, find_heads
 from hf_specdec.testing import ScriptedDrafter, tiny_model
 from hf_specdec.training import TrainingSettings
-from hf_specdec.training.data import Answers, DataSettings, answer
+from hf_specdec.training.data import DataSettings, answer, joined
 from hf_specdec.training.medusa import HeadsInTraining, Positions
 
 torch.set_num_threads(1)  # tiny models: threads only get in one another's way
@@ -61,15 +61,7 @@ def add_heads(model: Any, head_type: str = "sequential", fitted: bool = True, **
             ids[mask.bool()].tolist() for ids, mask in zip(texts["input_ids"], texts["attention_mask"], strict=True)
         ]
         said = answer(model, prompts, DataSettings(max_new_tokens=40), do_sample=False, seed=0)
-        answers = Answers(
-            *[
-                torch.cat([getattr(one, part) for one in said])
-                for part in ("tokens", "hidden", "label_tokens", "label_probabilities")
-            ],
-            lengths=torch.tensor([len(one.tokens) for one in said]),
-            prompts=prompts,
-        )
-        positions = Positions(answers, heads.num_heads, torch.arange(heads.vocab_size))
+        positions = Positions(joined(said, prompts), heads.num_heads, torch.arange(heads.vocab_size))
         batch = positions.__getitems__(range(len(positions)))
         training = HeadsInTraining(heads, TrainingSettings())
         optimizer = torch.optim.Adam(training.parameters(), lr=0.01)

@@ -63,6 +63,47 @@ def test_the_card_says_what_was_noted() -> None:
     ):
         assert said in text, said
     assert "hydra" not in model_card(config(head_type="independent")).data.tags
+    for settings, said in (
+        ({}, "the output layer is the base model's"),
+        ({"output_rank": 12}, "an output layer of rank 12."),
+        ({"own_lm_head": True}, "output layers of their own"),
+    ):
+        assert said in str(model_card(config(**settings)))
+
+
+def test_the_card_of_an_exit() -> None:
+    card = model_card(config(head_type="exit", exit_layer=12, num_heads=4), "me/exit")
+    assert {"kangaroo", "early-exit"} < set(card.data.tags)
+    assert "medusa" not in str(card)
+    text = " ".join(str(card).split())
+    for said in (
+        "# A trained early exit for model",
+        "A decoder layer on the hidden states above layer 12, drafting from 60 of",
+        'speculative_mode="early_exit"',
+        "| 1 | 1 ahead | 0.432 |",
+        "It stands in for the layers above while drafting",
+    ):
+        assert said in text, said
+    assert "heads of" not in text
+
+
+def test_the_card_says_what_was_evaluated() -> None:
+    evaluation = {
+        "data": "asked.jsonl",
+        "prompts": 6,
+        "positions": 768,
+        "max_new_tokens": 128,
+        "heads": [{"loss": 1.5, "top1": 0.111, "top10": 0.222}, {"loss": 2.5, "top1": 0.333, "top10": 0.444}],
+        "nodes": [2, 15],
+        "acceptance": {"qa": [1.234, 1.5], "overall": [1.25, 1.75]},
+    }
+    text = str(model_card(config(provenance={**PROVENANCE, "evaluation": evaluation})))
+    for said in (
+        "On 6 prompts of other sources (asked.jsonl), greedy, 128 new tokens:",
+        "| 2 | 3 ahead | 0.333 | 0.444 | 2.50 |\n\nMean",
+        "| task | 2 nodes | 15 nodes |\n|---|---|---|\n| qa | 1.23 | 1.50 |\n| overall | 1.25 | 1.75 |\n\n## What",
+    ):
+        assert said in text, text
 
 
 def test_saving_writes_the_card_and_leaves_one_that_was_written(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "neither a folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["independent", "own", "own_trimmed"])
+@pytest.mark.parametrize("kind", ["independent", "own", "own_trimmed", "low_rank_trimmed"])
 def test_exported_folder_is_what_vllm_loads(tmp_path: Path, kind: str) -> None:
     model = tiny_model("llama")
     trained(model, kind)

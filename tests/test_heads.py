@@ -14,6 +14,7 @@ import torch
 from conftest import add_heads, prompt, run
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import hf_specdec
@@ -28,7 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "trimmed": {"head_type": "sequential", "draft_vocab_size": 40},
     "own": {"head_type": "independent", "own_lm_head": True, "num_layers": 2},
     "own_trimmed": {"head_type": "independent", "own_lm_head": True, "draft_vocab_size": 40},
+    "low_rank": {"head_type": "sequential", "output_rank": 6},
+    "low_rank_trimmed": {"head_type": "independent", "output_rank": 6, "draft_vocab_size": 40},
     "exit": {"head_type": "exit", "exit_layer": 2, "draft_vocab_size": 40},
+    "low_rank_exit": {"head_type": "exit", "exit_layer": 2, "output_rank": 6},
 }
 
 
@@ -232,6 +236,42 @@ def test_trainable_heads_are_float32_and_alone_in_it(base_folder: Path) -> None:
     assert find_heads(model.get_base_model()).heads.dtype == torch.float32
 
 
+def test_an_output_layer_of_low_rank_starts_as_the_closest_one_to_the_lm_head(base: Any) -> None:
+    weight = base.get_output_embeddings().weight.detach()
+    states = torch.randn(5, weight.shape[1])
+    for rank in (weight.shape[1], 6):
+        model = get_peft_model(base, MedusaConfig(num_heads=1, output_rank=rank))
+        heads = find_heads(base)
+        tokens = torch.arange(len(weight))
+        u, s, v = torch.linalg.svd(weight.double(), full_matrices=False)
+        expected = ((u[:, :rank] * s[:rank]) @ v[:rank]).float()
+        torch.testing.assert_close(heads.output_weight(0).detach(), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            heads.logits(0, states).detach(), functional.linear(states, expected), atol=1e-4, rtol=1e-4
+        )
+        assert heads.tokens(tokens) is tokens
+        model.unload()
+
+
+def test_an_output_layer_of_low_rank_drafts_from_the_tokens_it_is_told(base: Any) -> None:
+    rank = base.get_output_embeddings().weight.shape[1]
+    for settings in ({"head_type": "independent"}, {"head_type": "exit", "exit_layer": 1}):
+        model = get_peft_model(base, MedusaConfig(output_rank=rank, draft_vocab_size=7, **settings))
+        head = find_exit(base) if has_exit(base) else find_heads(base)
+        tokens = torch.tensor([3, 5, 8, 13, 21, 34, 55])
+        head.draft_from(tokens)
+        states = torch.randn(2, rank)
+        rows = base.get_output_embeddings().weight.detach()[tokens]
+        torch.testing.assert_close(head.shared_logits(states).detach(), functional.linear(states, rows))
+        model.unload()
+
+
+def test_a_rank_above_the_hidden_size_is_refused(base: Any) -> None:
+    with pytest.raises(AdapterError, match="output_rank of these heads is 33"):
+        get_peft_model(base, MedusaConfig(output_rank=33))
+    assert not hasattr(base, "peft_config")
+
+
 def test_beside_lora_on_a_plain_model(base: Any, base_folder: Path, tmp_path: Path) -> None:
     trained(tiny_model("llama")).save_pretrained(tmp_path / "heads")
     lora = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
@@ -416,6 +456,8 @@ def test_disabled_adapters(base: Any) -> None:
         {"num_layers": 99},
         {"head_type": "hydra"},
         {"draft_vocab_size": 0},
+        {"output_rank": 0},
+        {"output_rank": 8, "own_lm_head": True},
         {"dtype": "int8"},
         {"own_lm_head": "yes"},
         {"base_probe": ["x"]},

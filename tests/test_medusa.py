@@ -56,7 +56,9 @@ def reference(model: Any, hidden: torch.Tensor, root: int, path: tuple[int, ...]
     for head in range(len(path) + 1) if heads.is_sequential else [len(path)]:
         update = weights[f"heads.{head}.layers.0.linear.weight"] @ x + weights[f"heads.{head}.layers.0.linear.bias"]
         if heads.is_sequential:
-            update = update + weights[f"heads.{head}.layers.0.embedding.weight"] @ embedding[(root, *path)[head]]
+            before = embedding[(root, *path)[head]]
+            before = before / before.square().mean().sqrt()
+            update = update + weights[f"heads.{head}.layers.0.embedding.weight"] @ before
         x = x + update / (1 + (-update).exp())
     return (output @ x).softmax(-1)
 
@@ -309,7 +311,7 @@ def test_heads_that_do_not_exist(model: Any) -> None:
 
 
 def test_a_model_that_was_resized_since() -> None:
-    for config in ({"own_lm_head": True}, {"draft_vocab_size": 90}):
+    for config in ({"own_lm_head": True}, {"output_rank": 8}, {"draft_vocab_size": 90}):
         model = add_heads(tiny_model("llama"), "independent", fitted=False, **config)
         model.resize_token_embeddings(80)
         with pytest.raises(AdapterError, match="80 tokens"):

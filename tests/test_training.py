@@ -405,7 +405,12 @@ def test_command_line(prompts: Path, base: Path, tmp_path: Path, capsys: pytest.
     assert "head 1: top-1" in said
     report = json.loads((tmp_path / "heads" / "training.json").read_text())
     assert report["command"].startswith("hf-specdec")
-    assert load_file(tmp_path / "heads" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "heads" / "adapter_config.json").read_text())
+    hidden_size = config["hidden_size"]
+    assert config["output_rank"] == hidden_size // 4
+    weights = load_file(tmp_path / "heads" / "adapter_model.safetensors")
+    prefix = "base_model.model.spec_head_container.medusa_heads.output"
+    assert weights[f"{prefix}.up.weight"].shape == (50, hidden_size // 4)
     assert main([*arguments[:4], str(tmp_path / "absent.jsonl"), *arguments[5:]]) == 2
 
 

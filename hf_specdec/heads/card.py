@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .config import MedusaConfig
 
+_TAGS = {"independent": ["medusa"], "sequential": ["medusa", "hydra"], "exit": ["early-exit", "kangaroo"]}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
@@ -17,16 +18,17 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
     provenance: dict[str, Any] = dict(config.provenance or {})
     base = config.base_model_name_or_path or "the base model"
     kind = config.head_type.capitalize()
+    title = "A trained early exit" if config.head_type == "exit" else f"{kind} draft heads"
     data = ModelCardData(
         base_model=config.base_model_name_or_path,
         library_name="peft",
         pipeline_tag="text-generation",
-        tags=["hf-specdec", "speculative-decoding", "medusa", *(["hydra"] if config.head_type == "sequential" else [])],
+        tags=["hf-specdec", "speculative-decoding", *_TAGS[config.head_type]],
     )
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        title=f"{kind} draft heads for {base.rpartition('/')[2]}",
+        title=f"{title} for {base.rpartition('/')[2]}",
         kind=kind,
         base_model=base,
         base_revision=config.revision,
@@ -36,7 +38,9 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
         draft_vocab_size=config.draft_vocab_size,
         vocab_size=config.vocab_size,
         own_lm_head=config.own_lm_head,
+        output_rank=config.output_rank,
         head_type=config.head_type,
+        exit_layer=config.exit_layer,
         minutes=_minutes,
         **{
             name: provenance.get(name, default)
@@ -50,10 +54,23 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
                 ("command", None),
                 ("versions", {}),
                 ("heads", []),
+                ("evaluation", None),
                 ("measured", None),
             )
         },
+        acceptance_table=acceptance_table,
     )
+
+
+def acceptance_table(evaluation: dict[str, Any]) -> str:
+    """Mean acceptance length per task and size of tree, as a card shows it (see `training.evaluate.Evaluation`)."""
+    table = [
+        f"| task | {' | '.join(f'{nodes} nodes' for nodes in evaluation['nodes'])} |",
+        f"|---|{'---|' * len(evaluation['nodes'])}",
+    ]
+    for task, lengths in evaluation["acceptance"].items():
+        table.append(f"| {task} | {' | '.join(f'{length:.2f}' for length in lengths)} |")
+    return "\n".join(table)
 
 
 def measured_by(reports: list[dict[str, Any]], names: list[str]) -> dict[str, str]:

@@ -44,6 +44,10 @@ def check_base(config: MedusaConfig, model: Any) -> None:
         raise AdapterError(
             f"These heads draft from {config.draft_vocab_size} tokens; {name} has only {vocab_size}{of}."
         )
+    if config.output_rank is not None and config.output_rank > hidden_size:
+        raise AdapterError(
+            f"output_rank of these heads is {config.output_rank}; {name} has only a hidden size of {hidden_size}{of}."
+        )
     probe = base_probe(model)
     if probe is None or config.base_probe is None:
         return

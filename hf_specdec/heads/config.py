@@ -30,7 +30,9 @@ class MedusaConfig(PeftConfig):
         draft_vocab_size: tokens that the heads can draft (FR-Spec, arXiv:2502.14856); None takes all. Which ones is
             the `token_map` among the weights: the first so many until training or conversion chooses better.
         exit_layer: of `"exit"`: E, the number of the base model's layers below it.
-        own_lm_head: whether the heads have output layers of their own; otherwise they share the model's.
+        own_lm_head: whether every head has an output layer of its own; otherwise they share the model's.
+        output_rank: r, of an output layer of the adapter's own that all its heads share, two factors of width r: far
+            cheaper to read than the model's LM head, which None shares.
 
     Other arguments:
         dtype: of the heads' weights; None takes the model's.
@@ -50,6 +52,7 @@ class MedusaConfig(PeftConfig):
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the heads can draft."})
     exit_layer: int | None = field(default=None, metadata={"help": "Layers of the base model below a trained exit."})
     own_lm_head: bool = field(default=False, metadata={"help": "Whether the heads have output layers of their own."})
+    output_rank: int | None = field(default=None, metadata={"help": "Rank of an output layer that the heads share."})
     dtype: str | None = field(default=None, metadata={"help": "dtype of the weights; None takes the base model's."})
     hidden_size: int | None = field(default=None, metadata={"help": "Hidden size of the base model."})
     vocab_size: int | None = field(default=None, metadata={"help": "Vocabulary of the base model."})
@@ -64,7 +67,16 @@ class MedusaConfig(PeftConfig):
         self.peft_type = PEFT_TYPE
         if self.task_type is None:
             self.task_type = "CAUSAL_LM"
-        for name in ("num_heads", "num_layers", "draft_vocab_size", "exit_layer", "hidden_size", "vocab_size"):
+        whole = (
+            "num_heads",
+            "num_layers",
+            "draft_vocab_size",
+            "output_rank",
+            "exit_layer",
+            "hidden_size",
+            "vocab_size",
+        )
+        for name in whole:
             value = getattr(self, name)
             if value is None and name not in _MOST:
                 continue
@@ -80,7 +92,9 @@ class MedusaConfig(PeftConfig):
         if (self.head_type == "exit") != (self.exit_layer is not None):
             raise InvalidSettingError("exit_layer goes with head_type='exit', and no other.")
         if self.head_type == "exit" and self.own_lm_head:
-            raise InvalidSettingError("own_lm_head: a trained exit shares the model's LM head.")
+            raise InvalidSettingError("own_lm_head: a trained exit shares the model's LM head, or has an output_rank.")
+        if self.own_lm_head and self.output_rank is not None:
+            raise InvalidSettingError("output_rank: heads with own_lm_head=True share no output layer.")
         if self.head_type == "exit" and self.num_layers != 1:
             raise InvalidSettingError("num_layers: a trained exit is a single layer.")
         if self.dtype is not None and self.dtype not in DTYPES:

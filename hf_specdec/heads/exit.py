@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from .config import MedusaConfig
-from .module import SharedLMHead
+from .module import LowRankOutput, SharedOutput, new_output
 
 _CHANNELS = 64
 _ROPE_BASE = 10_000.0
@@ -96,13 +96,16 @@ class TrainedExit(nn.Module):
     Args:
         config: its settings.
         hidden_size: d, of the base model.
+        vocab_size: of its LM head.
     """
 
     token_map: torch.Tensor | None
+    output: LowRankOutput | None
 
-    def __init__(self, config: MedusaConfig, hidden_size: int) -> None:
+    def __init__(self, config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.layer = ExitLayer(hidden_size)
+        self.output = new_output(config, hidden_size, vocab_size)
         # [V_d]: the token that each output stands for
         self.register_buffer(
             "token_map", torch.arange(config.draft_vocab_size) if config.draft_vocab_size is not None else None
@@ -113,8 +116,8 @@ class TrainedExit(nn.Module):
         return next(self.parameters()).dtype
 
 
-class BoundExit(SharedLMHead):
-    """A trained exit together with the base model whose LM head it uses.
+class BoundExit(SharedOutput):
+    """A trained exit together with the base model whose LM head it may use.
 
     Args:
         weights: the weights.

@@ -180,7 +180,7 @@ def export_vllm(heads: BoundHeads, output: str | Path, base: str) -> str:
         "num_heads": heads.num_heads,
         "num_hidden_layers": config.num_layers,
         "medusa_fc_bias": True,
-        "original_lm_head": weights.lm_heads is None,
+        "original_lm_head": weights.lm_heads is None and weights.output is None,
         "torch_dtype": str(weights.dtype).removeprefix("torch."),
     }
     (output / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

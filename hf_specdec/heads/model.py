@@ -34,7 +34,7 @@ from .card import model_card
 from .checks import base_probe, check_base, check_finite, check_shapes, check_tensors
 from .config import MedusaConfig
 from .exit import BoundExit, TrainedExit
-from .module import BoundHeads, MedusaHeads, lm_head_shape
+from .module import BoundHeads, MedusaHeads, lm_head_shape, start_outputs
 
 _NAME = "MEDUSA"
 # where the heads are in the base model. It must not start with the method's prefix: transformers would rename its keys
@@ -236,7 +236,7 @@ def _find(model: Any, adapter: str | None, kind: type, called: str) -> tuple[Any
         check_finite(dict(heads.named_parameters()), adapter)
         vocab_size, hidden_size = lm_head_shape(model)
         highest = -1 if heads.token_map is None else int(heads.token_map.max())
-        if config.own_lm_head and heads.token_map is None:
+        if (config.own_lm_head or config.output_rank is not None) and heads.token_map is None:
             highest = (config.vocab_size or 0) - 1
     if config.hidden_size != hidden_size or highest >= vocab_size:
         raise AdapterError(
@@ -269,10 +269,8 @@ def _add_heads(model: Any, adapter_name: str, config: MedusaConfig) -> None:
         config.base_probe = base_probe(model)
     heads = _new_heads(config, model)
     output = model.get_output_embeddings()
-    if config.own_lm_head and output.weight.is_floating_point():
-        with torch.no_grad():
-            for layer in heads.lm_heads:
-                layer.weight.copy_(output.weight[: layer.out_features])
+    if not config.inference_mode and output.weight.is_floating_point() and output.weight.device.type != "meta":
+        start_outputs(heads, output.weight[: config.draft_vocab_size])
     if config.inference_mode:
         for weight in heads.parameters():
             nn.init.constant_(weight, math.nan)  # so that weights that are not loaded show
@@ -288,7 +286,7 @@ def _add_heads(model: Any, adapter_name: str, config: MedusaConfig) -> None:
 def _new_heads(config: MedusaConfig, model: Any) -> Any:
     vocab_size, hidden_size = lm_head_shape(model)
     if config.head_type == "exit":
-        return TrainedExit(config, hidden_size)
+        return TrainedExit(config, hidden_size, vocab_size)
     return MedusaHeads(config, hidden_size, model.get_input_embeddings().embedding_dim, vocab_size)
 
 

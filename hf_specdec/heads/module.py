@@ -19,7 +19,8 @@ from .config import MedusaConfig
 class ResidualBlock(nn.Module):
     """`x + SiLU(W x + V e + b)`. Starts as the identity.
 
-    V is there only in sequential heads, where e is the embedding of the token drafted before.
+    V is there only in sequential heads, where e is the embedding of the token drafted before, scaled to a mean square
+    of one.
     """
 
     def __init__(self, hidden_size: int, embedding_size: int | None = None) -> None:
@@ -53,6 +54,33 @@ class Head(nn.Module):
         return hidden
 
 
+class LowRankOutput(nn.Module):
+    """An output layer of two factors, d to r and r to V_d.
+
+    Args:
+        hidden_size: d.
+        rank: r.
+        drafted: V_d.
+    """
+
+    def __init__(self, hidden_size: int, rank: int, drafted: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, drafted, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(states))
+
+    @torch.no_grad()
+    def approximate(self, weight: torch.Tensor) -> None:
+        """Become the closest layer of this rank to a full one `[V_d, d]`."""
+        full = weight.to(torch.float64)
+        # the directions that hold most of it: the last eigenvectors of its Gram matrix
+        directions = torch.linalg.eigh(full.T @ full).eigenvectors[:, -self.down.out_features :]
+        self.down.weight.copy_(directions.T)
+        self.up.weight.copy_(full @ directions)
+
+
 class MedusaHeads(nn.Module):
     """The weights of one adapter; what they share with the base model comes in through `BoundHeads`.
 
@@ -64,6 +92,7 @@ class MedusaHeads(nn.Module):
     """
 
     token_map: torch.Tensor | None
+    output: LowRankOutput | None
 
     def __init__(self, config: MedusaConfig, hidden_size: int, embedding_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -73,6 +102,7 @@ class MedusaHeads(nn.Module):
         self.lm_heads: nn.ModuleList | None = None
         if config.own_lm_head:
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, drafted, bias=False) for _ in range(config.num_heads))
+        self.output = new_output(config, hidden_size, vocab_size)
         # [V_d]: the token that each output of the heads stands for
         self.register_buffer("token_map", torch.arange(drafted) if config.draft_vocab_size is not None else None)
 
@@ -81,28 +111,36 @@ class MedusaHeads(nn.Module):
         return next(self.parameters()).dtype
 
 
+def new_output(config: MedusaConfig, hidden_size: int, vocab_size: int) -> LowRankOutput | None:
+    """The output layer of an adapter's own that its settings ask for."""
+    if config.output_rank is None:
+        return None
+    return LowRankOutput(hidden_size, config.output_rank, config.draft_vocab_size or vocab_size)
+
+
 # weights of an adapter -> [what the copy was made of, rows of the LM head, their biases]
 _draft_weights: WeakKeyDictionary[nn.Module, tuple[tuple, torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
 
 
-class SharedLMHead:
-    """The part of the base model's LM head that an adapter drafts with.
+class SharedOutput:
+    """The output layer that an adapter drafts with: part of the base model's LM head, or one of its own.
 
     Args:
-        weights: of the adapter: `token_map`, and a dtype.
+        weights: of the adapter: `token_map`, perhaps `output`, and a dtype.
         model: the base model.
-        shares: whether the adapter has no output layers of its own.
+        own: whether the adapter has others.
 
     Raises:
         AdapterError: the base model's LM head cannot be shared in part.
     """
 
-    def __init__(self, weights: Any, model: Any, shares: bool = True) -> None:
+    def __init__(self, weights: Any, model: Any, own: bool = False) -> None:
         self.weights, self.model = weights, model
-        if shares and self.token_map is not None and not _is_plain(model.get_output_embeddings()):
+        shares_lm_head = not own and weights.output is None
+        if shares_lm_head and self.token_map is not None and not _is_plain(model.get_output_embeddings()):
             raise AdapterError(
                 f"The LM head of {type(model).__name__} is no plain linear layer (quantized?), so heads with a trimmed "
-                "vocabulary cannot share it. Use heads with own_lm_head=True or without draft_vocab_size."
+                "vocabulary cannot share it. Use heads with an output_rank, or without draft_vocab_size."
             )
 
     @property
@@ -119,11 +157,23 @@ class SharedLMHead:
         """The tokens that these outputs stand for."""
         return outputs if self.token_map is None else self.token_map[outputs]
 
+    def outputs(self) -> torch.Tensor:
+        """`[V]`, on the CPU: the output that stands for each token, -1 where none does."""
+        if self.token_map is None:
+            return torch.arange(self.vocab_size)
+        outputs = torch.full((self.vocab_size,), -1)
+        outputs[self.token_map.cpu()] = torch.arange(len(self.token_map))
+        return outputs
+
     @torch.no_grad()
     def draft_from(self, tokens: torch.Tensor) -> None:
-        """Draft these tokens `[V_d]` from now on."""
+        """Draft these tokens `[V_d]` from now on.
+
+        Output layers of the adapter's own start anew, as the LM head's rows.
+        """
         assert self.token_map is not None
         self.token_map.copy_(tokens)
+        start_outputs(self.weights, self.model.get_output_embeddings().weight[tokens])
 
     def spread(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[k, V_d]` as scores `[k, V]` over the base model's vocabulary.
@@ -139,6 +189,8 @@ class SharedLMHead:
 
     def shared_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Scores `[..., V_d]`, float32, of what the LM head would be given `[..., d]`."""
+        if self.weights.output is not None:
+            return self.weights.output(states).float()
         output = self.model.get_output_embeddings()
         if self.token_map is None:
             return output(states.to(self.model.dtype)).float()
@@ -159,7 +211,7 @@ class SharedLMHead:
         return known[1:]
 
 
-class BoundHeads(SharedLMHead):
+class BoundHeads(SharedOutput):
     """Heads together with the base model whose embedding and LM head they use.
 
     Args:
@@ -172,7 +224,7 @@ class BoundHeads(SharedLMHead):
     """
 
     def __init__(self, heads: MedusaHeads, config: MedusaConfig, model: Any) -> None:
-        super().__init__(heads, model, shares=heads.lm_heads is None)
+        super().__init__(heads, model, own=heads.lm_heads is not None)
         self.heads, self.config = heads, config
 
     @property
@@ -193,6 +245,8 @@ class BoundHeads(SharedLMHead):
         if self.is_sequential:
             assert tokens is not None
             embedded = self.model.get_input_embeddings()(tokens).to(self.heads.dtype)
+            # models differ a hundredfold in the scale of their embeddings, and a head learns at that pace
+            embedded = functional.rms_norm(embedded, embedded.shape[-1:])
         return self.heads.heads[head](state, embedded)
 
     def all_states(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,21 +266,24 @@ class BoundHeads(SharedLMHead):
             return torch.stack([self.logits(head, state) for head, state in enumerate(states)])
         return self.shared_logits(states)
 
-    @torch.no_grad()
-    def draft_from(self, tokens: torch.Tensor) -> None:
-        """As above. Output layers of the heads' own start anew, as the LM head's rows."""
-        super().draft_from(tokens)
-        for layer in self.heads.lm_heads or ():
-            assert isinstance(layer, nn.Linear)
-            layer.weight.copy_(self.model.get_output_embeddings().weight[tokens])
-
     def output_weight(self, head: int) -> Any:
         """`[V_d, d]`: the output layer of a head, its own or its part of the shared one."""
         if self.heads.lm_heads is not None:
             return self.heads.lm_heads[head].weight
+        if self.heads.output is not None:
+            return self.heads.output.up.weight @ self.heads.output.down.weight
         if self.token_map is not None:
             return self.draft_weight()[0]
         return self.model.get_output_embeddings().weight.to(self.heads.dtype)
+
+
+@torch.no_grad()
+def start_outputs(weights: Any, rows: torch.Tensor) -> None:
+    """Start an adapter's own output layers as these rows `[V_d, d]` of the base model's LM head."""
+    for layer in getattr(weights, "lm_heads", None) or ():
+        layer.weight.copy_(rows)
+    if weights.output is not None:
+        weights.output.approximate(rows)
 
 
 def lm_head_shape(model: Any) -> tuple[int, int]:

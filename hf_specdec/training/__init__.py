@@ -1,7 +1,16 @@
-"""Training draft heads by self-distillation."""
+"""Training draft heads by self-distillation, and evaluating them."""
 
 from .data import DataSettings, read_prompts
+from .evaluate import Evaluation, evaluate_heads
 from .settings import TrainingReport, TrainingSettings
 from .train import train_heads
 
-__all__ = ["DataSettings", "TrainingReport", "TrainingSettings", "read_prompts", "train_heads"]
+__all__ = [
+    "DataSettings",
+    "Evaluation",
+    "TrainingReport",
+    "TrainingSettings",
+    "evaluate_heads",
+    "read_prompts",
+    "train_heads",
+]

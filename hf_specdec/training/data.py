@@ -140,14 +140,14 @@ def _without_last_answer(chat: list[dict[str, str]]) -> list[dict[str, str]]:
     return chat
 
 
-def encode(tokenizer: Any, chats: Sequence[list[dict[str, str]]], most: int) -> list[list[int]]:
-    """Token ids of the chats as prompts, in their order; those of more than `most` tokens are left out."""
+def encode(tokenizer: Any, chats: Sequence[list[dict[str, str]]], most: int | None = None) -> list[list[int]]:
+    """Token ids of the chats as prompts, in their order, without empty ones and those of more than `most` tokens."""
     if tokenizer.chat_template is not None:
         texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(["\n\n".join(message["content"] for message in chat) for chat in chats])["input_ids"]
-    return [row for row in ids if 0 < len(row) <= most]
+    return [row for row in ids if row and (most is None or len(row) <= most)]
 
 
 # ---------------------------------------------------------------- answers
@@ -204,6 +204,13 @@ class Answers:
 
 
 _PER_TOKEN = ("tokens", "hidden", "label_tokens", "label_probabilities")
+
+
+def joined(answers: Sequence[Answer], prompts: list[list[int]]) -> Answers:
+    """These answers to these prompts, one after the other."""
+    tensors: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in answers]) for name in _PER_TOKEN}
+    lengths = torch.tensor([len(one.tokens) for one in answers], dtype=torch.int32)
+    return Answers(**tensors, lengths=lengths, prompts=prompts)
 
 
 @dataclass
@@ -350,8 +357,8 @@ class AnswerCache:
                 return int(opened.get_tensor("lengths").sum())
         began = time.perf_counter()
         answers = answer(self.model, shard.prompts, self.settings, shard.do_sample, shard.seed)
-        tensors = {name: torch.cat([getattr(one, name) for one in answers]) for name in _PER_TOKEN}
-        tensors["lengths"] = torch.tensor([len(one.tokens) for one in answers], dtype=torch.int32)
+        whole = joined(answers, shard.prompts)
+        tensors = {name: getattr(whole, name) for name in (*_PER_TOKEN, "lengths")}
         tensors["seconds"] = torch.tensor(time.perf_counter() - began)
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from .settings import TOP_K
+
 
 def distillation_loss(
     logits: torch.Tensor, label_outputs: torch.Tensor, label_probabilities: torch.Tensor
@@ -45,3 +47,15 @@ def rank_of(logits: torch.Tensor, target: torch.Tensor, seen: torch.Tensor) -> t
     rank = (logits > score).sum(1)
     rank = torch.where(target >= 0, rank, logits.shape[1])
     return torch.where(seen, rank, -1)
+
+
+def accuracy(ranks: torch.Tensor, losses: torch.Tensor) -> list[dict[str, float]]:
+    """Per head: loss and top-k accuracy over the positions where there is a token to predict. `[n, H]` each."""
+    found = []
+    for head in range(ranks.shape[1]):
+        rank = ranks[:, head]
+        seen = rank >= 0
+        one = {"loss": float(losses[seen, head].mean())}
+        one.update({f"top{k}": float((rank[seen] < k).float().mean()) for k in TOP_K})
+        found.append(one)
+    return found

@@ -18,9 +18,10 @@ from torch.utils.data import Dataset
 from ..errors import ConfigurationError, TrainingDataError
 from ..heads.config import MedusaConfig
 from ..heads.model import find_exit, find_heads
-from ..heads.module import SharedLMHead
+from ..heads.module import SharedOutput
 from .data import AnswerCache, Answers, DataSettings, encode, read_prompts
 from .exit import ExitInTraining, Texts, states_at_exit
+from .losses import accuracy
 from .medusa import HeadsInTraining, Positions
 from .settings import PROVENANCE, TOP_K, TrainingReport, TrainingSettings
 
@@ -34,18 +35,6 @@ def frequent_tokens(answers: Answers, size: int, vocab_size: int) -> torch.Tenso
     counts.index_add_(0, answers.label_tokens.flatten().long(), answers.label_probabilities.flatten().double())
     counts.index_add_(0, answers.tokens.long(), torch.ones(len(answers.tokens), dtype=torch.float64))
     return (-counts).argsort(stable=True)[:size].sort().values
-
-
-def accuracy(ranks: torch.Tensor, losses: torch.Tensor) -> list[dict[str, float]]:
-    """Per head: loss and top-k accuracy over the positions where there is a token to predict. `[n, H]` each."""
-    found = []
-    for head in range(ranks.shape[1]):
-        rank = ranks[:, head]
-        seen = rank >= 0
-        one = {"loss": float(losses[seen, head].mean())}
-        one.update({f"top{k}": float((rank[seen] < k).float().mean()) for k in TOP_K})
-        found.append(one)
-    return found
 
 
 # ---------------------------------------------------------------- the whole way
@@ -289,15 +278,11 @@ def make_answers(
     return cache.read(most)
 
 
-def _outputs(head: SharedLMHead, answers: Answers) -> torch.Tensor:
+def _outputs(head: SharedOutput, answers: Answers) -> torch.Tensor:
     """Choose the tokens that can be drafted. `[V]`: the output that stands for each token, -1 where none does."""
-    if head.token_map is None:
-        return torch.arange(head.vocab_size)
-    tokens = frequent_tokens(answers, len(head.token_map), head.vocab_size)
-    head.draft_from(tokens)
-    outputs = torch.full((head.vocab_size,), -1)
-    outputs[tokens] = torch.arange(len(tokens))
-    return outputs
+    if head.token_map is not None:
+        head.draft_from(frequent_tokens(answers, len(head.token_map), head.vocab_size))
+    return head.outputs()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,0 +1,164 @@
+"""What heads foresee of texts that they were not trained on, without decoding again for every size of tree.
+
+The base model answers the prompts once, greedily; accuracy and acceptance are then counted along its answers. Lossless
+decoding commits these very tokens, so the acceptance is the one that `generate` would meet with trees of a fixed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..bench import read_prompts
+from ..draft import Budget, Context
+from ..drafters.medusa import MedusaDrafter
+from ..errors import ConfigurationError
+from ..heads.model import find_heads
+from ..heads.module import BoundHeads
+from ..report import OVERALL
+from ..sampling import Selection
+from .data import Answers, DataSettings, answer, encode, joined
+from .losses import accuracy
+from .medusa import HeadsInTraining, Positions
+from .settings import TrainingSettings
+
+NODES = (2, 7, 15, 31, 63)
+_POSITIONS = 1024
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was counted; part of an adapter's provenance."""
+
+    data: str
+    prompts: int
+    positions: int
+    max_new_tokens: int
+    # of every head: {"loss": ..., "top1": ..., "top10": ...}
+    heads: list[dict[str, float]]
+    # drafted nodes of the trees that were tried
+    nodes: list[int]
+    # task -> mean acceptance length with each of them: tokens a forward of the base model
+    acceptance: dict[str, list[float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is saved."""
+        return asdict(self)
+
+
+def evaluate_heads(
+    model: Any,
+    tokenizer: Any,
+    data: Path,
+    adapter: str | None = None,
+    nodes: Sequence[int] = NODES,
+    max_new_tokens: int = 128,
+    per_task: int | None = None,
+    batch_size: int = 10,
+    progress: bool = True,
+) -> Evaluation:
+    """Count how far heads foresee a model's greedy answers.
+
+    Main arguments:
+        model: the base model with the heads loaded.
+        tokenizer: its tokenizer.
+        data: JSON Lines of prompts, with their `task` perhaps (`bench.read_prompts`).
+
+    Other arguments:
+        adapter: name of the heads; None takes the active ones.
+        nodes: sizes of trees to try, the root not counted.
+        max_new_tokens: most tokens of an answer.
+        per_task: most prompts of a task; None takes all.
+        batch_size: prompts answered at once.
+        progress: whether to show progress bars.
+
+    Raises:
+        AdapterError: the model has no such heads.
+        ConfigurationError: the prompts cannot be read, or a setting is out of range.
+    """
+    if not nodes or min(nodes) < 1 or max_new_tokens < 2 or batch_size < 1:
+        raise ConfigurationError("nodes and batch_size must be at least 1, and max_new_tokens at least 2.")
+    heads = find_heads(model, adapter)
+    prompts = read_prompts(data, per_task)
+    chats = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
+    answers = _answered(model, encode(tokenizer, chats), max_new_tokens, batch_size, progress)
+    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
+    acceptance: dict[str, list[float]] = {task: [] for task in (tasks if len(tasks) == 1 else [*tasks, OVERALL])}
+    for size in nodes:
+        counted = acceptance_along(heads, answers, size)
+        for task, lengths in acceptance.items():
+            of_task = [count for count, prompt in zip(counted, prompts, strict=True) if task in (prompt.task, OVERALL)]
+            tokens, rounds = (sum(part) for part in zip(*of_task, strict=True))
+            lengths.append(round(tokens / rounds, 3) if rounds else 1.0)
+    return Evaluation(
+        data=data.name,
+        prompts=len(prompts),
+        positions=len(answers.tokens),
+        max_new_tokens=max_new_tokens,
+        heads=accuracy_along(heads, answers),
+        nodes=list(nodes),
+        acceptance=acceptance,
+    )
+
+
+def _answered(model: Any, prompts: list[list[int]], max_new_tokens: int, batch_size: int, progress: bool) -> Answers:
+    from tqdm.auto import tqdm
+
+    settings = DataSettings(max_new_tokens=max_new_tokens)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    said: dict[int, Any] = {}
+    for start in tqdm(range(0, len(order), batch_size), desc="answers", unit="batch", disable=not progress):
+        batch = order[start : start + batch_size]
+        rows = answer(model, [prompts[index] for index in batch], settings, do_sample=False, seed=0)
+        said.update(zip(batch, rows, strict=True))
+    return joined([said[index] for index in range(len(prompts))], prompts)
+
+
+@torch.no_grad()
+def acceptance_along(heads: BoundHeads, answers: Answers, nodes: int) -> list[tuple[int, int]]:
+    """(tokens, rounds) of every answer, decoded with trees of so many nodes besides the root."""
+    drafter = MedusaDrafter(heads)
+    tokens, device = answers.tokens.tolist(), heads.model.device
+    lengths = answers.lengths.tolist()
+    starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()
+    at, rounds = [0] * len(lengths), [0] * len(lengths)
+    while rows := [row for row, length in enumerate(lengths) if at[row] + 1 < length]:
+        places = [starts[row] + at[row] for row in rows]
+        context = Context(
+            tokens=[[tokens[place]] for place in places],
+            prompt_lengths=[1] * len(rows),
+            finished=[False] * len(rows),
+            device=device,
+            selection=Selection(LogitsProcessorList(), do_sample=False, tape=None),
+            padded_prompts=torch.zeros(len(rows), 1, dtype=torch.long, device=device),
+            hidden=answers.hidden[places].to(device, heads.heads.dtype),
+        )
+        deepest = [heads.num_heads] * len(rows)
+        draft = drafter.propose(
+            context, Budget(depth=deepest, room=deepest, nodes=nodes, trees=True, pays=lambda confidences: True)
+        )
+        for index, row in enumerate(rows):
+            node: int | None = 0
+            while node is not None and at[row] + 1 < lengths[row]:
+                at[row] += 1
+                token, children = tokens[starts[row] + at[row]], draft.children[index][node]
+                node = next((child for child in children if draft.tokens[index][child] == token), None)
+            rounds[row] += 1
+    return list(zip(at, rounds, strict=True))
+
+
+@torch.no_grad()
+def accuracy_along(heads: BoundHeads, answers: Answers) -> list[dict[str, float]]:
+    """Per head: loss and top-k accuracy at every position of the answers."""
+    positions = Positions(answers, heads.num_heads, heads.outputs())
+    learner, found = HeadsInTraining(heads, TrainingSettings()).to(heads.model.device), []
+    for start in range(0, len(positions), _POSITIONS):
+        batch = positions.__getitems__(range(start, min(start + _POSITIONS, len(positions))))
+        found.append(learner(**{name: tensor.to(heads.model.device) for name, tensor in batch.items()}))
+    ranks, losses = (torch.cat([part[name] for part in found]) for name in ("ranks", "losses"))
+    return [{name: round(value, 4) for name, value in head.items()} for head in accuracy(ranks, losses)]

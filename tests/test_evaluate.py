@@ -1,0 +1,123 @@
+"""Evaluating heads along recorded answers: the counts are those that decoding itself meets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import letter_tokenizer, model_with_heads, prompt, run
+from huggingface_hub import ModelCard
+from peft import PeftConfig, get_peft_model
+
+import hf_specdec
+from hf_specdec.cli import main
+from hf_specdec.errors import AdapterError, ConfigurationError
+from hf_specdec.heads import MedusaConfig, find_heads
+from hf_specdec.testing import tiny_model
+from hf_specdec.training import evaluate_heads
+from hf_specdec.training.data import Answers, DataSettings, answer, joined
+from hf_specdec.training.evaluate import acceptance_along, accuracy_along
+
+
+def said_by(model: Any, new_tokens: int) -> tuple[Answers, dict[str, torch.Tensor]]:
+    inputs = prompt(3, padding=3, repeat=True)
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+    said = answer(model, prompts, DataSettings(max_new_tokens=new_tokens), do_sample=False, seed=0)
+    return joined(said, prompts), inputs
+
+
+@pytest.mark.parametrize("head_type", ["independent", "sequential"])
+@pytest.mark.parametrize("nodes", [1, 4, 9])
+def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int) -> None:
+    model = model_with_heads("llama", head_type)
+    answers, inputs = said_by(model, 40)
+    with hf_specdec.record() as stats:
+        run(
+            model,
+            inputs,
+            max_new_tokens=40,
+            speculative_mode="medusa",
+            speculative_config={"num_draft_tokens": nodes},
+        )
+    counted = acceptance_along(find_heads(model), answers, nodes)
+    assert [tokens for tokens, _ in counted] == [row.tokens - 1 for row in stats.rows]
+    # kept hidden states are rounded to bfloat16, which may turn a draft here and there
+    assert [rounds for _, rounds in counted] == pytest.approx([row.rounds for row in stats.rows], abs=1)
+    assert sum(rounds for _, rounds in counted) < 0.9 * sum(tokens for tokens, _ in counted)
+
+
+def test_accuracy_is_of_every_position() -> None:
+    model = model_with_heads("llama", "independent")
+    heads = find_heads(model)
+    answers, _ = said_by(model, 20)
+    found = accuracy_along(heads, answers)
+    texts = answers.tokens.long().split(answers.lengths.tolist())
+    hidden = answers.hidden.float().split(answers.lengths.tolist())
+    for head, one in enumerate(found):
+        right = within = seen = 0
+        for tokens, states in zip(texts, hidden, strict=True):
+            count = len(tokens) - 1 - head
+            logits = heads.all_logits(heads.all_states(states[:count]))[head]
+            best = logits.topk(10).indices
+            target = tokens[1 + head :]
+            right += int((best[:, 0] == target).sum())
+            within += int((best == target[:, None]).sum())
+            seen += count
+        assert one["top1"] == pytest.approx(right / seen, abs=1e-3)
+        assert one["top10"] == pytest.approx(within / seen, abs=1e-3)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [("a", "hello there"), ("b", "what now"), ("a", "a longer prompt than these")]
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "task": task}) + "\n" for task, text in rows))
+    return file
+
+
+def test_tasks_and_their_sum(prompts: Path) -> None:
+    model = model_with_heads()
+    found = evaluate_heads(model, letter_tokenizer(), prompts, nodes=[1, 6], max_new_tokens=24, progress=False)
+    assert list(found.acceptance) == ["a", "b", "overall"]
+    assert (found.prompts, found.nodes, found.max_new_tokens, found.data) == (3, [1, 6], 24, "asked.jsonl")
+    assert all(1.0 <= chain <= tree <= 4.0 for chain, tree in found.acceptance.values())
+    assert len(found.heads) == 3
+    one = evaluate_heads(model, letter_tokenizer(), prompts, nodes=[6], max_new_tokens=24, per_task=1, progress=False)
+    assert one.prompts == 2
+
+
+@pytest.mark.parametrize("settings", [{"nodes": []}, {"nodes": [0]}, {"max_new_tokens": 1}, {"batch_size": 0}])
+def test_settings_are_checked(prompts: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="at least"):
+        evaluate_heads(model_with_heads(), letter_tokenizer(), prompts, **settings)
+
+
+def test_a_model_without_heads(prompts: Path) -> None:
+    with pytest.raises(AdapterError, match="no Medusa heads"):
+        evaluate_heads(tiny_model("llama"), letter_tokenizer(), prompts)
+
+
+def test_the_command_line_writes_the_card(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, heads = tmp_path / "base", tmp_path / "heads"
+    tiny_model("llama").save_pretrained(base)
+    letter_tokenizer().save_pretrained(base)
+    model = get_peft_model(tiny_model("llama"), MedusaConfig(num_heads=2, provenance={"positions": 5}))
+    model.save_pretrained(heads, save_embedding_layers=False)
+    before = (heads / "adapter_model.safetensors").read_bytes()
+    arguments = ["evaluate-heads", str(heads), "--data", str(prompts), "--nodes", "2", "5", "--max-new-tokens", "12"]
+    assert main(arguments) == 2
+    assert "pass --base" in capsys.readouterr().err
+    assert main([*arguments, "--base", str(base), "--repo", "me/heads"]) == 0
+    assert "| task | 2 nodes | 5 nodes |" in capsys.readouterr().out
+    card = ModelCard.load(heads / "README.md").text
+    assert "On 3 prompts of other sources (asked.jsonl), greedy, 12 new tokens" in card
+    assert 'load_adapter("me/heads")' in card
+    config = PeftConfig.from_pretrained(str(heads))
+    assert isinstance(config, MedusaConfig)
+    assert config.provenance is not None
+    assert config.provenance["positions"] == 5
+    assert list(config.provenance["evaluation"]["acceptance"]) == ["a", "b", "overall"]
+    assert (heads / "adapter_model.safetensors").read_bytes() == before
