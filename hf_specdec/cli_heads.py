@@ -60,7 +60,7 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
         "--output-rank",
         type=int,
         metavar="R",
-        help="rank of an output layer that the heads share (default: a quarter of the hidden size); 0 shares the "
+        help="rank of an output layer that the heads share (default: a sixth of the hidden size); 0 shares the "
         "model's LM head, which takes longer to read",
     )
     train.add_argument("--own-lm-head", action="store_true", help="give every head an LM head of its own")
@@ -190,7 +190,7 @@ def _train(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.base)
     model = load_model(arguments.base, "float32" if device == "cpu" else "bfloat16", device)
     if arguments.output_rank is None and not arguments.own_lm_head:
-        config.output_rank = max(1, lm_head_shape(model)[1] // 4)
+        config.output_rank = max(1, lm_head_shape(model)[1] // 6)
     report = train_heads(
         model,
         tokenizer,

@@ -14,7 +14,7 @@ from peft import PeftConfig, get_peft_model
 
 import hf_specdec
 from hf_specdec.cli import main
-from hf_specdec.errors import AdapterError, ConfigurationError
+from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataError
 from hf_specdec.heads import MedusaConfig, find_heads
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import evaluate_heads
@@ -93,6 +93,11 @@ def test_tasks_and_their_sum(prompts: Path) -> None:
 def test_settings_are_checked(prompts: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="at least"):
         evaluate_heads(model_with_heads(), letter_tokenizer(), prompts, **settings)
+
+
+def test_answers_too_short_to_count_on(prompts: Path) -> None:
+    with pytest.raises(TrainingDataError, match="longest answer has 3 tokens, too few for 3 heads"):
+        evaluate_heads(model_with_heads(), letter_tokenizer(), prompts, max_new_tokens=3, progress=False)
 
 
 def test_a_model_without_heads(prompts: Path) -> None:

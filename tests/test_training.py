@@ -407,10 +407,10 @@ def test_command_line(prompts: Path, base: Path, tmp_path: Path, capsys: pytest.
     assert report["command"].startswith("hf-specdec")
     config = json.loads((tmp_path / "heads" / "adapter_config.json").read_text())
     hidden_size = config["hidden_size"]
-    assert config["output_rank"] == hidden_size // 4
+    assert config["output_rank"] == hidden_size // 6
     weights = load_file(tmp_path / "heads" / "adapter_model.safetensors")
     prefix = "base_model.model.spec_head_container.medusa_heads.output"
-    assert weights[f"{prefix}.up.weight"].shape == (50, hidden_size // 4)
+    assert weights[f"{prefix}.up.weight"].shape == (50, hidden_size // 6)
     assert main([*arguments[:4], str(tmp_path / "absent.jsonl"), *arguments[5:]]) == 2
 
 

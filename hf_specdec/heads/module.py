@@ -74,7 +74,7 @@ class LowRankOutput(nn.Module):
     @torch.no_grad()
     def approximate(self, weight: torch.Tensor) -> None:
         """Become the closest layer of this rank to a full one `[V_d, d]`."""
-        full = weight.to(torch.float64)
+        full = weight.float()
         # the directions that hold most of it: the last eigenvectors of its Gram matrix
         directions = torch.linalg.eigh(full.T @ full).eigenvectors[:, -self.down.out_features :]
         self.down.weight.copy_(directions.T)

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 from ..bench import read_prompts
 from ..draft import Budget, Context
 from ..drafters.medusa import MedusaDrafter
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TrainingDataError
 from ..heads.model import find_heads
 from ..heads.module import BoundHeads
 from ..report import OVERALL
@@ -80,6 +80,7 @@ def evaluate_heads(
     Raises:
         AdapterError: the model has no such heads.
         ConfigurationError: the prompts cannot be read, or a setting is out of range.
+        TrainingDataError: the answers are too short to count anything on.
     """
     if not nodes or min(nodes) < 1 or max_new_tokens < 2 or batch_size < 1:
         raise ConfigurationError("nodes and batch_size must be at least 1, and max_new_tokens at least 2.")
@@ -87,6 +88,12 @@ def evaluate_heads(
     prompts = read_prompts(data, per_task)
     chats = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
     answers = _answered(model, encode(tokenizer, chats), max_new_tokens, batch_size, progress)
+    longest = int(answers.lengths.max())
+    if longest <= heads.num_heads:
+        raise TrainingDataError(
+            f"The longest answer has {longest} tokens, too few for {heads.num_heads} heads to foresee. Make longer "
+            "answers, or ask other prompts."
+        )
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     acceptance: dict[str, list[float]] = {task: [] for task in (tasks if len(tasks) == 1 else [*tasks, OVERALL])}
     for size in nodes:
