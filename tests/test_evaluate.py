@@ -89,6 +89,15 @@ def test_tasks_and_their_sum(prompts: Path) -> None:
     assert one.prompts == 2
 
 
+def test_every_size_is_counted_and_tasks_add_up(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(heads: Any, answers: Answers, nodes: int) -> list[tuple[int, int]]:
+        return [(10 * nodes, 10), (30, 20), (50 * nodes, 30)]
+
+    monkeypatch.setattr("hf_specdec.training.evaluate.acceptance_along", counted)
+    found = evaluate_heads(model_with_heads(), letter_tokenizer(), prompts, nodes=[1, 2], progress=False)
+    assert found.acceptance == {"a": [1.5, 3.0], "b": [1.5, 1.5], "overall": [1.5, 2.5]}
+
+
 @pytest.mark.parametrize("settings", [{"nodes": []}, {"nodes": [0]}, {"max_new_tokens": 1}, {"batch_size": 0}])
 def test_settings_are_checked(prompts: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="at least"):
