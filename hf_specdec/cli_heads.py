@@ -66,6 +66,9 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     train.add_argument("--own-lm-head", action="store_true", help="give every head an LM head of its own")
 
     answers = train.add_argument_group("answers")
+    answers.add_argument(
+        "--own-prompts", type=int, metavar="N", default=0, help="prompts that the model makes up itself, besides these"
+    )
     answers.add_argument("--answers-per-prompt", type=int, metavar="N", default=2, help="one greedy, the rest sampled")
     answers.add_argument("--max-new-tokens", type=int, metavar="N", default=256, help="most tokens of an answer")
     answers.add_argument("--max-prompt-tokens", type=int, metavar="N", default=1024, help="leave out longer prompts")
@@ -165,6 +168,7 @@ def _train(arguments: argparse.Namespace) -> int:
         output_rank=arguments.output_rank or None,
     )
     data_settings = DataSettings(
+        own_prompts=arguments.own_prompts,
         answers_per_prompt=arguments.answers_per_prompt,
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_tokens=arguments.max_prompt_tokens,

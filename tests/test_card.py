@@ -62,6 +62,11 @@ def test_the_card_says_what_was_noted() -> None:
         "Not measured.",
     ):
         assert said in text, said
+    assert "made up itself" not in text
+    own = {**PROVENANCE, "data_settings": {"own_prompts": 640}}
+    assert "org/data and from prompts that it made up itself (it was asked for 640)" in str(
+        model_card(config(provenance=own))
+    )
     assert "hydra" not in model_card(config(head_type="independent")).data.tags
     for settings, said in (
         ({}, "the output layer is the base model's"),

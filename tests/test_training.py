@@ -149,13 +149,13 @@ def test_answers_of_one_token() -> None:
 def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> None:
     model, settings = tiny_model("llama"), DataSettings(max_new_tokens=6, batch_size=2, answers_per_prompt=2)
     prompts = [[5, 6], [7, 8, 9], [4], [9, 9, 9], [3, 4]]
-    cache = AnswerCache(tmp_path, model, prompts, settings)
-    assert len(cache.shards) == 6
-    counts = [cache.make(shard) for shard in cache.shards]
+    cache = AnswerCache(tmp_path, model, None, prompts, settings)
+    assert len(cache.shards()) == 6
+    counts = [cache.make(shard) for shard in cache.shards()]
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     assert len(times) == 6
-    again = AnswerCache(tmp_path, tiny_model("llama"), prompts, settings)
-    assert [again.make(shard) for shard in again.shards] == counts
+    again = AnswerCache(tmp_path, tiny_model("llama"), None, prompts, settings)
+    assert [again.make(shard) for shard in again.shards()] == counts
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == times
     answers = again.read()
     assert len(answers.tokens) == len(answers.hidden) == int(answers.lengths.sum()) == sum(counts)
@@ -164,12 +164,68 @@ def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> N
     part = again.read(max_positions=counts[0] + 1)
     assert len(part.tokens) == counts[0] + counts[1]
     for other in (
-        lambda: AnswerCache(tmp_path, tiny_model("llama", seed=1), prompts, settings),
-        lambda: AnswerCache(tmp_path, model, prompts[:-1], settings),
-        lambda: AnswerCache(tmp_path, model, prompts, DataSettings(max_new_tokens=7, batch_size=2)),
+        lambda: AnswerCache(tmp_path, tiny_model("llama", seed=1), None, prompts, settings),
+        lambda: AnswerCache(tmp_path, model, None, prompts[:-1], settings),
+        lambda: AnswerCache(tmp_path, model, None, prompts, DataSettings(max_new_tokens=7, batch_size=2)),
     ):
         with pytest.raises(TrainingDataError, match="another model"):
             other()
+
+
+def _own_prompts(folder: Path, **settings: Any) -> AnswerCache:
+    """A model that ends a text at every third token or so, and a tokenizer with a chat template."""
+    model, tokenizer = tiny_model("llama"), letter_tokenizer()
+    model.generation_config.eos_token_id = list(range(0, 97, 3))
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    settings = {"own_prompts": 5, "max_new_tokens": 6, "batch_size": 2, "answers_per_prompt": 1, **settings}
+    return AnswerCache(folder, model, tokenizer, [[5, 6], [7, 8, 9], [4]], DataSettings(**settings))
+
+
+def test_a_model_makes_up_prompts_once_and_answers_them(tmp_path: Path) -> None:
+    cache = _own_prompts(tmp_path)
+    assert cache.batches_to_ask() == [2, 2, 1]
+    for batch in range(3):
+        cache.ask(batch)
+    own = cache.own_prompts()
+    said = [text for path in sorted(tmp_path.glob("own-*.json")) for text in json.loads(path.read_text())["prompts"]]
+    assert 0 < len(own) == len({text for text in said if text}) <= 5
+    for ids, text in zip(own, dict.fromkeys(text for text in said if text), strict=True):
+        assert cache.tokenizer.decode(ids) == f"<user>{text}</user>"
+        assert all(token % 3 for token in cache.tokenizer(text)["input_ids"])  # up to where the model stopped
+    # once: another process reads what is there
+    again = _own_prompts(tmp_path)
+    again.model = None
+    again.ask(0)
+    assert again.own_prompts() == own
+    shards = cache.shards()
+    assert [shard.name.startswith("own-") for shard in shards] == [False] * 2 + [True] * (len(shards) - 2)
+    for shard in shards:
+        cache.make(shard)
+    answers = cache.read()
+    assert sorted(answers.prompts) == sorted([*cache.prompts, *own])
+    asked = sum(json.loads(path.read_text())["seconds"] for path in tmp_path.glob("own-*.json"))
+    assert answers.seconds > asked > 0
+    # another seed, other prompts
+    other = _own_prompts(tmp_path / "other", seed=1)
+    for batch in range(3):
+        other.ask(batch)
+    assert other.own_prompts() != own
+
+
+def test_prompts_that_a_model_cannot_make_up(tmp_path: Path) -> None:
+    cache = _own_prompts(tmp_path / "a")
+    cache.model.generation_config.eos_token_id = None
+    for batch in range(3):
+        cache.ask(batch)
+    with pytest.raises(TrainingDataError, match="finished none of the 5"):
+        cache.shards()
+    cache = _own_prompts(tmp_path / "b")
+    cache.tokenizer.chat_template = None
+    with pytest.raises(TrainingDataError, match="Without a chat template"):
+        cache.ask(0)
+    cache.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(TrainingDataError, match="nothing before"):
+        cache.ask(0)
 
 
 def test_long_prompts_are_left_out() -> None:
@@ -432,7 +488,7 @@ def test_what_cannot_be_trained_on(prompts: Path, tmp_path: Path) -> None:
 
 
 def test_settings_are_checked() -> None:
-    for settings in ({"answers_per_prompt": 0}, {"batch_size": 0}, {"temperature": 0.0}):
+    for settings in ({"own_prompts": -1}, {"answers_per_prompt": 0}, {"batch_size": 0}, {"temperature": 0.0}):
         with pytest.raises(ConfigurationError, match=next(iter(settings))):
             DataSettings(**settings)
     for settings in (

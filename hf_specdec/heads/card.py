@@ -48,6 +48,7 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
                 ("positions", 0),
                 ("held_out_positions", 0),
                 ("data", []),
+                ("data_settings", {}),
                 ("data_seconds", 0.0),
                 ("training_seconds", 0.0),
                 ("machine", "an unknown machine"),

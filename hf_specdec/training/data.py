@@ -28,6 +28,8 @@ from ..heads.checks import base_probe
 from ..heads.module import lm_head_shape
 
 _MANIFEST = "manifest.json"
+# longest prompt that the model makes up, in tokens
+_MAX_OWN_PROMPT = 96
 # columns that prompts are looked for in, in this order
 _COLUMNS = ("messages", "conversations", "prompt", "turns", "question", "instruction", "text")
 
@@ -37,6 +39,8 @@ class DataSettings:
     """How answers are made.
 
     Args:
+        own_prompts: prompts that the base model is asked to make up itself, besides those given (Magpie,
+            arXiv:2406.08464). Those that it does not finish are left out, and so is what it says twice.
         answers_per_prompt: the first is greedy, the others are sampled.
         max_new_tokens: most tokens of an answer.
         max_prompt_tokens: longer prompts are left out.
@@ -46,6 +50,7 @@ class DataSettings:
         seed: of the sampled answers.
     """
 
+    own_prompts: int = 0
     answers_per_prompt: int = 2
     max_new_tokens: int = 256
     max_prompt_tokens: int = 1024
@@ -58,6 +63,8 @@ class DataSettings:
         for name in ("answers_per_prompt", "max_new_tokens", "max_prompt_tokens", "top_k_labels", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.own_prompts < 0:
+            raise ConfigurationError(f"own_prompts must be at least 0, got {self.own_prompts}.")
         if not self.temperature > 0:
             raise ConfigurationError(f"temperature must be above 0, got {self.temperature}.")
 
@@ -150,6 +157,23 @@ def encode(tokenizer: Any, chats: Sequence[list[dict[str, str]]], most: int | No
     return [row for row in ids if row and (most is None or len(row) <= most)]
 
 
+def opening(tokenizer: Any) -> list[int]:
+    """Token ids of what a chat template puts before a user's first words.
+
+    Raises:
+        TrainingDataError: the tokenizer has no chat template, or one that hides them.
+    """
+    marker = "(the user's words)"
+    if tokenizer.chat_template is None:
+        raise TrainingDataError("Without a chat template a model cannot be asked for prompts. Leave own_prompts at 0.")
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
+    before, found, _ = whole.partition(marker)
+    ids = tokenizer(before, add_special_tokens=False)["input_ids"]
+    if not found or not ids:
+        raise TrainingDataError("The chat template puts nothing before a user's words. Leave own_prompts at 0.")
+    return ids
+
+
 # ---------------------------------------------------------------- answers
 
 
@@ -220,6 +244,13 @@ class _Row:
     label_probabilities: list[torch.Tensor] = field(default_factory=list)
 
 
+class _Onlooker(Drafter):
+    """Drafts nothing. The loop drops a row once it is finished, which plain decoding does not."""
+
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        return Draft.empty(context.roots)
+
+
 class Recorder(Drafter):
     """Drafts nothing, and keeps what the target says at every token.
 
@@ -277,11 +308,19 @@ class Recorder(Drafter):
         ]
 
 
-@torch.no_grad()
 def answer(
     model: Any, prompts: Sequence[Sequence[int]], settings: DataSettings, do_sample: bool, seed: int
 ) -> list[Answer]:
     """The model's answers to prompts (token ids), one batch."""
+    recorder = Recorder(model, settings.top_k_labels)
+    sampling = {"do_sample": True, "temperature": settings.temperature} if do_sample else {"do_sample": False}
+    _say(model, prompts, recorder, seed, max_new_tokens=settings.max_new_tokens, **sampling)
+    return recorder.answers()
+
+
+@torch.no_grad()
+def _say(model: Any, prompts: Sequence[Sequence[int]], drafter: Drafter, seed: int, **settings: Any) -> torch.Tensor:
+    """What the model says to prompts (token ids), one batch padded on the left; a drafter looks on."""
     longest = max(map(len, prompts))
     own = model.generation_config
     pad = 0 if own.pad_token_id is None else own.pad_token_id
@@ -289,19 +328,16 @@ def answer(
     device = model.device
     ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
-    recorder = Recorder(model, settings.top_k_labels)
-    sampling = {"do_sample": True, "temperature": settings.temperature} if do_sample else {"do_sample": False}
     # the model's distribution as it is: penalties and the like of its generation config stay out
-    plainly = GenerationConfig(**ends, pad_token_id=pad, max_new_tokens=settings.max_new_tokens, **sampling)
+    plainly = GenerationConfig(**ends, pad_token_id=pad, **settings)
     torch.manual_seed(seed)
-    model.generate(
+    return model.generate(
         input_ids=ids,
         attention_mask=mask,
         generation_config=plainly,
-        speculative_mode=recorder,
+        speculative_mode=drafter,
         speculative_config={"num_draft_tokens": 1},
     )
-    return recorder.answers()
 
 
 # ---------------------------------------------------------------- on disk
@@ -318,21 +354,24 @@ class _Shard:
 
 
 class AnswerCache:
-    """A folder of answers, made shard by shard.
+    """A folder of answers, made shard by shard, and of the prompts that the model made up.
 
     Args:
-        folder: where the shards are.
+        folder: where they are.
         model: the base model.
-        prompts: token ids of the prompts.
+        tokenizer: its tokenizer.
+        prompts: token ids of the prompts that were given.
         settings: how answers are made.
 
     Raises:
         TrainingDataError: the folder holds answers of another model, to other prompts, or made otherwise.
     """
 
-    def __init__(self, folder: Path, model: Any, prompts: list[list[int]], settings: DataSettings) -> None:
-        self.folder, self.model, self.settings = folder, model, settings
-        self.shards = list(_shards(prompts, settings))
+    def __init__(
+        self, folder: Path, model: Any, tokenizer: Any, prompts: list[list[int]], settings: DataSettings
+    ) -> None:
+        self.folder, self.model, self.tokenizer = folder, model, tokenizer
+        self.prompts, self.settings = prompts, settings
         manifest = {
             "base_probe": base_probe(model),
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
@@ -348,6 +387,56 @@ class AnswerCache:
                 )
         else:
             _write(path, json.dumps(manifest, indent=2).encode())
+
+    def batches_to_ask(self) -> list[int]:
+        """Sizes of the batches in which the model makes up prompts."""
+        whole, rest = divmod(self.settings.own_prompts, self.settings.batch_size)
+        return [self.settings.batch_size] * whole + [rest] * (rest > 0)
+
+    def ask(self, batch: int) -> None:
+        """Let the model make up one batch of prompts unless that has been done."""
+        path = self._asked(batch)
+        if path.exists():
+            return
+        began, start, settings = time.perf_counter(), opening(self.tokenizer), self.settings
+        rows = _say(
+            self.model,
+            [start] * self.batches_to_ask()[batch],
+            _Onlooker(),
+            settings.seed + 200_003 + batch,
+            do_sample=True,
+            max_new_tokens=min(_MAX_OWN_PROMPT, settings.max_prompt_tokens),
+        )
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        said = [row[len(start) :] for row in rows.tolist()]
+        lengths = [next((at for at, token in enumerate(row) if token in ends), None) for row in said]
+        finished = [row[:length] for row, length in zip(said, lengths, strict=True) if length]
+        texts = [text.strip() for text in self.tokenizer.batch_decode(finished, skip_special_tokens=True)]
+        _write(path, json.dumps({"prompts": texts, "seconds": time.perf_counter() - began}).encode())
+
+    def own_prompts(self) -> list[list[int]]:
+        """Token ids of the prompts that the model made up."""
+        said = [text for batch, _ in enumerate(self.batches_to_ask()) for text in self._read_asked(batch)["prompts"]]
+        chats = [[{"role": "user", "content": text}] for text in dict.fromkeys(said) if text]
+        if not chats:
+            if self.settings.own_prompts:
+                raise TrainingDataError(
+                    f"{type(self.model).__name__} finished none of the {self.settings.own_prompts} prompts that it was "
+                    "asked for. Leave own_prompts at 0."
+                )
+            return []
+        return encode(self.tokenizer, chats, self.settings.max_prompt_tokens)
+
+    def shards(self) -> list[_Shard]:
+        """Every batch to answer: given prompts before own ones, greedy answers before sampled ones."""
+        parts = {"": self.prompts, "own-": self.own_prompts()}
+        return [
+            shard
+            for turn in range(self.settings.answers_per_prompt)
+            for name, prompts in parts.items()
+            for shard in _shards(name, prompts, self.settings, turn)
+        ]
 
     def make(self, shard: _Shard) -> int:
         """Answer a shard's prompts unless that has been done. Returns the number of tokens."""
@@ -368,34 +457,40 @@ class AnswerCache:
     def read(self, max_positions: int | None = None) -> Answers:
         """The shards one after the other, until there are so many positions."""
         found: list[tuple[_Shard, dict[str, torch.Tensor]]] = []
-        for shard in self.shards:
+        for shard in self.shards():
             if max_positions is not None and sum(len(part["tokens"]) for _, part in found) >= max_positions:
                 break
             found.append((shard, load_file(self._path(shard))))
+        asking = [self._read_asked(batch)["seconds"] for batch, _ in enumerate(self.batches_to_ask())]
         return Answers(
             **{name: torch.cat([part[name] for _, part in found]) for name in (*_PER_TOKEN, "lengths")},
             prompts=[prompt for shard, _ in found for prompt in shard.prompts],
-            seconds=sum(float(part["seconds"]) for _, part in found),
+            seconds=sum(asking) + sum(float(part["seconds"]) for _, part in found),
         )
 
     def _path(self, shard: _Shard) -> Path:
         return self.folder / f"{shard.name}.safetensors"
 
+    def _asked(self, batch: int) -> Path:
+        return self.folder / f"own-{batch:05d}.json"
 
-def _shards(prompts: list[list[int]], settings: DataSettings) -> Iterator[_Shard]:
+    def _read_asked(self, batch: int) -> dict[str, Any]:
+        return json.loads(self._asked(batch).read_text(encoding="utf-8"))
+
+
+def _shards(name: str, prompts: list[list[int]], settings: DataSettings, turn: int) -> Iterator[_Shard]:
     """Batches of prompts of similar length, in an order in which any first part is a fair sample."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     size = settings.batch_size
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    generator = torch.Generator().manual_seed(settings.seed)
-    for turn in range(settings.answers_per_prompt):
-        for place in torch.randperm(len(batches), generator=generator).tolist():
-            yield _Shard(
-                name=f"{turn:02d}-{place:05d}",
-                prompts=[prompts[index] for index in batches[place]],
-                do_sample=turn > 0,
-                seed=settings.seed + 100_003 * turn + place,
-            )
+    generator = torch.Generator().manual_seed(settings.seed + turn)
+    for place in torch.randperm(len(batches), generator=generator).tolist():
+        yield _Shard(
+            name=f"{name}{turn:02d}-{place:05d}",
+            prompts=[prompts[index] for index in batches[place]],
+            do_sample=turn > 0,
+            seed=settings.seed + 100_003 * turn + place,
+        )
 
 
 def _write(path: Path, content: bytes) -> None:

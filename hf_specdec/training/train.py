@@ -100,7 +100,7 @@ def train_heads(
         if not prompts:
             raise TrainingDataError(f"All prompts are longer than {data_settings.max_prompt_tokens} tokens.")
         folder = Path(cache or output / "answers")
-        answers = make_answers(model, prompts, folder, data_settings, settings, progress)
+        answers = make_answers(model, tokenizer, prompts, folder, data_settings, settings, progress)
         parts = answers.split(settings.eval_part)
         if not all(len(part.tokens) for part in parts):
             raise TrainingDataError(
@@ -250,6 +250,7 @@ def _claim(
 
 def make_answers(
     model: Any,
+    tokenizer: Any,
     prompts: list[list[int]],
     folder: Path,
     data_settings: DataSettings,
@@ -262,12 +263,16 @@ def make_answers(
 
     state = PartialState()
     if state.is_main_process:
-        AnswerCache(folder, model, prompts, data_settings)  # writes the manifest once
+        AnswerCache(folder, model, tokenizer, prompts, data_settings)  # writes the manifest once
     state.wait_for_everyone()
-    cache = AnswerCache(folder, model, prompts, data_settings)
-    mine = cache.shards[state.process_index :: state.num_processes]
+    cache = AnswerCache(folder, model, tokenizer, prompts, data_settings)
+    quiet, share = not progress or not state.is_main_process, slice(state.process_index, None, state.num_processes)
+    for batch in tqdm(range(len(cache.batches_to_ask()))[share], desc="own prompts", unit="batch", disable=quiet):
+        cache.ask(batch)
+    state.wait_for_everyone()
+    mine = cache.shards()[share]
     tokens, most = 0, settings.max_positions
-    with tqdm(total=len(mine), desc="answers", unit="batch", disable=not progress or not state.is_main_process) as bar:
+    with tqdm(total=len(mine), desc="answers", unit="batch", disable=quiet) as bar:
         for shard in mine:
             if most is not None and tokens * state.num_processes >= most:
                 break
