@@ -148,6 +148,8 @@ class MedusaModeConfig(SpeculativeConfig):
             the first head, and below the best one the best of the second. It is drafted whole, every round, and sets
             num_draft_tokens. None grows the likeliest tree anew every round.
         max_children: most tokens tried below a node of a tree that grows.
+        prompt_lookup: whether a tree that grows also holds what followed the current suffix earlier in the text, as in
+            mode `prompt_lookup`. It costs nothing, and heads cannot look back.
         draft_sampling: when the target samples, `"tape"` ranks candidates over the target's own noise, so that the
             token it will pick tends to come first (arXiv:2408.07978); `"greedy"` ranks them by probability.
     """
@@ -155,6 +157,7 @@ class MedusaModeConfig(SpeculativeConfig):
     adapter: str | None = None
     tree: list | tuple | None = None
     max_children: int = 10
+    prompt_lookup: bool = True
     draft_sampling: Literal["tape", "greedy"] = "tape"
 
     def __post_init__(self) -> None:

@@ -240,6 +240,26 @@ class Draft:
             passenger=None if self.passenger is None else pick(self.passenger),
         )
 
+    def joined(self, other: Draft, nodes: int) -> Draft:
+        """The best `nodes` drafted nodes a row of this draft and another one for the same roots, in one tree.
+
+        Both have confidences, neither has q or passengers. They are taken to err independently: a node that both
+        hold, with confidences a and b, gets 1 - (1 - a)(1 - b).
+        """
+        assert self.confidence is not None
+        assert other.confidence is not None
+        rows = [
+            tree.union(*both)
+            for both in zip(
+                zip(self.tokens, self.parents, self.confidence, strict=True),
+                zip(other.tokens, other.parents, other.confidence, strict=True),
+                strict=True,
+            )
+        ]
+        tokens, parents, confidence = (list(part) for part in zip(*rows, strict=True))
+        whole = Draft(tokens=tokens, parents=parents, confidence=confidence)
+        return whole.keep([sorted(tree.best_first(parents, values)[: nodes + 1]) for _, parents, values in rows])
+
     def within(self, rooms: Sequence[int]) -> Draft:
         """The draft without nodes deeper than each row's room: they could not be committed, nor have a position."""
         if self.width - 1 <= min(rooms):

@@ -74,3 +74,27 @@ def subtree(parents: Sequence[int], nodes: Sequence[int]) -> list[int]:
     """Parents of the tree that keeps only `nodes` (ascending, root first, closed under parents)."""
     new_index = {node: i for i, node in enumerate(nodes)}
     return [-1 if parents[node] < 0 else new_index[parents[node]] for node in nodes]
+
+
+Row = tuple[list[int], list[int], list[float]]
+
+
+def union(first: Row, second: Row) -> Row:
+    """Tokens, parents and confidences of the tree that holds the paths of two trees with the same root.
+
+    A node that both hold, with confidences a and b, gets 1 - (1 - a)(1 - b).
+    """
+    tokens, parents, confidence = list(first[0]), list(first[1]), list(first[2])
+    known = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
+    place = [0]  # of the second tree's nodes in the union
+    for token, parent, value in list(zip(*second, strict=True))[1:]:
+        key = (place[parent], token)
+        if key not in known:
+            known[key] = len(tokens)
+            tokens.append(token)
+            parents.append(place[parent])
+            confidence.append(value)
+        else:
+            confidence[known[key]] = 1 - (1 - confidence[known[key]]) * (1 - value)
+        place.append(known[key])
+    return tokens, parents, confidence

@@ -161,6 +161,33 @@ def test_sampling_reads_the_tape(model: Any) -> None:
     assert greedy.propose(context, budget(1, depth=1)).tokens[0][1] == int(reference(model, hidden[0], 6, ()).argmax())
 
 
+def test_what_the_text_said_before_shares_the_tree(model: Any) -> None:
+    """A loop of the text runs on below the heads' own candidates, deeper than there are heads."""
+    text = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    context = context_of(model, [text], torch.randn(1, 32, generator=torch.Generator().manual_seed(4)))
+
+    def paths(config: MedusaModeConfig, **limits: Any) -> set[tuple[int, ...]]:
+        drafter = MedusaDrafter(find_heads(model), config)
+        drafter.start(context)
+        draft = drafter.propose(context, budget(**limits))
+        assert draft.width <= limits["nodes"] + 1
+        assert draft.is_chain or limits.get("trees", True)
+        found: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, draft.width):
+            found[node] = (*found[draft.parents[0][node]], draft.tokens[0][node])
+        return set(found.values())
+
+    alone = paths(MedusaModeConfig(prompt_lookup=False), nodes=30, depth=6)
+    together = paths(MedusaModeConfig(), nodes=30, depth=6)
+    said = {(7, 8, 5, 6, 7, 8)[:depth] for depth in range(7)}
+    assert said <= together
+    assert not said <= alone
+    assert len(together & alone) > 15  # the heads' best are still there
+    assert paths(MedusaModeConfig(), nodes=30, depth=6, trees=False) == said
+    static = MedusaModeConfig(tree=[[0], [1]])
+    assert len(paths(static, nodes=2, depth=6)) == 3
+
+
 # ---------------------------------------------------------------- inside generate
 
 

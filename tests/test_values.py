@@ -116,3 +116,27 @@ def test_configs_say_what_differs_from_their_defaults() -> None:
     assert AssistantConfig(**config.to_dict()) == config
     with pytest.raises(InvalidSettingError, match="max_match_length must be at least 5"):
         PromptLookupConfig(min_match_length=5, max_match_length=4)
+
+
+def test_the_union_of_two_trees_holds_the_paths_of_both() -> None:
+    first = ([7, 1, 2, 3], [-1, 0, 1, 0], [1.0, 0.5, 0.4, 0.2])
+    second = ([7, 3, 1, 2, 9, 4], [-1, 0, 0, 2, 2, 1], [1.0, 0.5, 0.1, 0.3, 0.6, 0.9])
+    tokens, parents, confidence = tree.union(first, second)
+    tree.check(parents)
+    found = {}
+    for node in range(1, len(tokens)):
+        path, at = [], node
+        while at:
+            path.append(tokens[at])
+            at = parents[at]
+        found[tuple(reversed(path))] = confidence[node]
+    expected = {(1,): 0.55, (1, 2): 0.58, (3,): 0.6, (1, 9): 0.6, (3, 4): 0.9}
+    assert found == pytest.approx(expected)
+    draft = Draft(*([part] for part in first)).joined(Draft(*([part] for part in second)), nodes=3)
+    # the likeliest: (3), (1) and (3, 4), of 0.6, 0.55 and 0.54
+    assert set(zip(draft.tokens[0][1:], [draft.tokens[0][at] for at in draft.parents[0][1:]], strict=True)) == {
+        (1, 7),
+        (3, 7),
+        (4, 3),
+    }
+    assert draft.width == 4

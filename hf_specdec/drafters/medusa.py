@@ -3,7 +3,8 @@
 The hidden state that gave the last committed token is at hand from its verification (or from the prompt), so a draft
 costs no forward of the target. Head k scores the tokens k + 2 positions on: independent heads (Medusa) see the hidden
 state alone, sequential ones (Hydra) also the tokens drafted before. The tree is grown level by level, best first: what
-cannot be among the `budget.nodes` most probable paths is not grown further. When the target samples, candidates are
+cannot be among the `budget.nodes` most probable paths is not grown further. What the text said before after the
+current suffix shares the tree, since heads cannot look back. When the target samples, candidates are
 ranked by `q / E_t` over the target's own noise (arXiv:2408.07978), so that the likeliest pick comes first.
 
 References: Medusa (arXiv:2401.10774), Hydra (arXiv:2402.05109), dynamic trees (EAGLE-2, arXiv:2406.16858).
@@ -23,6 +24,7 @@ from ..draft import Budget, Context, Draft
 from ..errors import InvalidSettingError
 from ..heads.module import BoundHeads
 from .base import Drafter
+from .prompt_lookup import PromptLookupDrafter
 
 # most nodes of a row that a level goes on from
 _BEAM = 8
@@ -44,20 +46,33 @@ class MedusaDrafter(Drafter):
     def __init__(self, heads: BoundHeads, config: MedusaModeConfig | None = None) -> None:
         self.heads, self.config = heads, config or MedusaModeConfig()
         self._static = None if self.config.tree is None else {tuple(path) for path in self.config.tree}
+        self._lookup: PromptLookupDrafter | None = None
         deepest = 0 if self._static is None else max(map(len, self._static))
         if deepest > heads.num_heads:
             raise InvalidSettingError(
                 f"tree is {deepest} deep, but there are only {heads.num_heads} heads to draft with."
             )
 
-    @torch.no_grad()
+    def start(self, context: Context) -> None:
+        if self.config.prompt_lookup and self._static is None:
+            self._lookup = PromptLookupDrafter()
+            self._lookup.start(context)
+
     def propose(self, context: Context, budget: Budget) -> Draft:
+        draft = self._foreseen(context, budget)
+        if self._lookup is not None:
+            draft = draft.joined(self._lookup.propose(context, budget), budget.nodes)
+        return draft if budget.trees else draft.best_chain()
+
+    @torch.no_grad()
+    def _foreseen(self, context: Context, budget: Budget) -> Draft:
+        """What the heads draft."""
         depth = [min(depth, self.heads.num_heads) for depth in budget.depth]
         if budget.nodes < 1:
-            return Draft.empty(context.roots)
+            return _nothing(context)
         rows = [row for row in range(context.batch_size) if depth[row] > 0 and not context.finished[row]]
         if context.hidden is None or not rows:
-            return Draft.empty(context.roots)
+            return _nothing(context)
         speaker: _Speaker = (_Sequential if self.heads.is_sequential else _Independent)(self.heads, context, rows)
         children = min(self.config.max_children, budget.nodes) if budget.trees else 1
         if self._static is not None:
@@ -134,6 +149,10 @@ class MedusaDrafter(Drafter):
             ranked = context.coupled(probabilities, rows, [context.step(row) + level for row in rows])
         tokens = ranked.topk(min(count, ranked.shape[-1])).indices
         return tokens.tolist(), probabilities.gather(1, tokens).tolist()
+
+
+def _nothing(context: Context) -> Draft:
+    return Draft.chains(context.roots, [[]] * context.batch_size, [[]] * context.batch_size)
 
 
 @dataclass(frozen=True)

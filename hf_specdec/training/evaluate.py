@@ -129,7 +129,7 @@ def _answered(model: Any, prompts: list[list[int]], max_new_tokens: int, batch_s
 @torch.no_grad()
 def acceptance_along(heads: BoundHeads, answers: Answers, nodes: int) -> list[tuple[int, int]]:
     """(tokens, rounds) of every answer, decoded with trees of so many nodes besides the root."""
-    drafter = MedusaDrafter(heads)
+    drafter = MedusaDrafter(heads)  # not started, so that it looks nothing up
     tokens, device = answers.tokens.tolist(), heads.model.device
     lengths = answers.lengths.tolist()
     starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()
