@@ -52,6 +52,9 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     )
     train.add_argument("--exit-layer", type=int, metavar="E", help="with --kind exit: the layers below the exit")
     train.add_argument("--num-heads", type=int, metavar="N", default=4, help="heads: most tokens a draft is deep")
+    train.add_argument(
+        "--tied-heads", action="store_true", help="with --kind sequential: one head for all places (ReDrafter)"
+    )
     train.add_argument("--num-layers", type=int, metavar="N", default=1, help="residual blocks of a head")
     train.add_argument(
         "--draft-vocab-size", type=int, metavar="N", default=8192, help="tokens that can be drafted; 0 for all"
@@ -163,6 +166,7 @@ def _train(arguments: argparse.Namespace) -> int:
         num_layers=arguments.num_layers,
         head_type=arguments.kind,
         exit_layer=arguments.exit_layer,
+        tied_heads=arguments.tied_heads,
         draft_vocab_size=arguments.draft_vocab_size or None,
         own_lm_head=arguments.own_lm_head,
         output_rank=arguments.output_rank or None,

@@ -26,6 +26,7 @@ from hf_specdec.testing import tiny_model
 KINDS: dict[str, dict[str, Any]] = {
     "independent": {"head_type": "independent"},
     "sequential": {"head_type": "sequential"},
+    "tied": {"head_type": "sequential", "tied_heads": True, "num_layers": 2},
     "trimmed": {"head_type": "sequential", "draft_vocab_size": 40},
     "own": {"head_type": "independent", "own_lm_head": True, "num_layers": 2},
     "own_trimmed": {"head_type": "independent", "own_lm_head": True, "draft_vocab_size": 40},
@@ -460,6 +461,9 @@ def test_disabled_adapters(base: Any) -> None:
         {"output_rank": 8, "own_lm_head": True},
         {"dtype": "int8"},
         {"own_lm_head": "yes"},
+        {"tied_heads": 1, "head_type": "sequential"},
+        {"tied_heads": True, "head_type": "independent"},
+        {"own_lm_head": True, "tied_heads": True, "head_type": "sequential"},
         {"base_probe": ["x"]},
         {"exit_layer": 3},
         {"exit_layer": None, "head_type": "exit"},

@@ -145,6 +145,22 @@ def test_only_tokens_of_the_map_are_drafted() -> None:
     assert_same(model, prompt(3, padding=2), asked(num_draft_tokens=9), max_new_tokens=20, do_sample=True, top_k=20)
 
 
+def test_tied_heads_draft_as_copies_of_one_head_would() -> None:
+    tied = add_heads(tiny_model("llama"), fitted=False, tied_heads=True, num_layers=2, num_heads=4)
+    copies = add_heads(tiny_model("llama"), fitted=False, num_layers=2, num_heads=4)
+    one, four = find_heads(tied), find_heads(copies)
+    assert 4 * sum(weight.numel() for weight in one.heads.parameters()) == sum(
+        weight.numel() for weight in four.heads.parameters()
+    )
+    for head in four.heads.heads:
+        head.load_state_dict(one.heads.heads[0].state_dict())
+    context = context_of(tied, [[5, 6]], torch.randn(1, 32))
+    drafts = [MedusaDrafter(heads).propose(context, budget(20, depth=4)) for heads in (one, four)]
+    assert drafts[0] == drafts[1]
+    assert max(hf_specdec.tree.depths(drafts[0].parents[0])) == 4
+    assert_same(tied, prompt(3, padding=2), asked(num_draft_tokens=9), max_new_tokens=20, do_sample=True)
+
+
 def test_sampling_reads_the_tape(model: Any) -> None:
     """The first candidate is the argmax of q / E, so heads that say what the model says would always be right."""
     torch.manual_seed(3)

@@ -35,6 +35,7 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
         repo_id=repo_id,
         num_heads=config.num_heads,
         num_layers=config.num_layers,
+        tied_heads=config.tied_heads,
         draft_vocab_size=config.draft_vocab_size,
         vocab_size=config.vocab_size,
         own_lm_head=config.own_lm_head,

@@ -27,6 +27,8 @@ class MedusaConfig(PeftConfig):
             arXiv:2402.05109: a head goes on from the head before it and also sees the token drafted there), or `"exit"`
             (Kangaroo, arXiv:2404.18911: a single decoder layer on the hidden state at an early exit, for mode
             `early_exit`).
+        tied_heads: of sequential heads: whether all heads are one and the same, asked again and again (ReDrafter,
+            arXiv:2403.09919): a fraction of the weights, which learn from every place ahead.
         draft_vocab_size: tokens that the heads can draft (FR-Spec, arXiv:2502.14856); None takes all. Which ones is
             the `token_map` among the weights: the first so many until training or conversion chooses better.
         exit_layer: of `"exit"`: E, the number of the base model's layers below it.
@@ -49,6 +51,7 @@ class MedusaConfig(PeftConfig):
     num_heads: int = field(default=4, metadata={"help": "Number of heads."})
     num_layers: int = field(default=1, metadata={"help": "Residual blocks of a head."})
     head_type: str = field(default="independent", metadata={"help": "'independent' or 'sequential'."})
+    tied_heads: bool = field(default=False, metadata={"help": "Whether all sequential heads are one and the same."})
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the heads can draft."})
     exit_layer: int | None = field(default=None, metadata={"help": "Layers of the base model below a trained exit."})
     own_lm_head: bool = field(default=False, metadata={"help": "Whether the heads have output layers of their own."})
@@ -99,8 +102,13 @@ class MedusaConfig(PeftConfig):
             raise InvalidSettingError("num_layers: a trained exit is a single layer.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidSettingError(f"dtype of draft heads must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
-        if not isinstance(self.own_lm_head, bool):
-            raise InvalidSettingError(f"own_lm_head must be True or False, got {self.own_lm_head!r}.")
+        for name in ("own_lm_head", "tied_heads"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSettingError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.tied_heads and self.head_type != "sequential":
+            raise InvalidSettingError("tied_heads: only heads of head_type='sequential' can all be the same.")
+        if self.tied_heads and self.own_lm_head:
+            raise InvalidSettingError("own_lm_head: tied heads share their output layer too.")
         probe = self.base_probe
         if probe is not None and not (
             isinstance(probe, list) and all(isinstance(x, (int, float)) and abs(x) < 1e30 for x in probe)

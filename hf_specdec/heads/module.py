@@ -98,7 +98,8 @@ class MedusaHeads(nn.Module):
         super().__init__()
         sees = embedding_size if config.head_type == "sequential" else None
         drafted = config.draft_vocab_size or vocab_size
-        self.heads = nn.ModuleList(Head(hidden_size, config.num_layers, sees) for _ in range(config.num_heads))
+        count = 1 if config.tied_heads else config.num_heads
+        self.heads = nn.ModuleList(Head(hidden_size, config.num_layers, sees) for _ in range(count))
         self.lm_heads: nn.ModuleList | None = None
         if config.own_lm_head:
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, drafted, bias=False) for _ in range(config.num_heads))
@@ -229,7 +230,7 @@ class BoundHeads(SharedOutput):
 
     @property
     def num_heads(self) -> int:
-        return len(self.heads.heads)
+        return self.config.num_heads
 
     @property
     def is_sequential(self) -> bool:
@@ -247,7 +248,7 @@ class BoundHeads(SharedOutput):
             embedded = self.model.get_input_embeddings()(tokens).to(self.heads.dtype)
             # models differ a hundredfold in the scale of their embeddings, and a head learns at that pace
             embedded = functional.rms_norm(embedded, embedded.shape[-1:])
-        return self.heads.heads[head](state, embedded)
+        return self.heads.heads[0 if self.config.tied_heads else head](state, embedded)
 
     def all_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """The states `[H, k, d]` of independent heads."""
