@@ -77,7 +77,9 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     answers.add_argument("--max-prompt-tokens", type=int, metavar="N", default=1024, help="leave out longer prompts")
     answers.add_argument("--temperature", type=float, metavar="T", default=0.8, help="of the sampled answers")
     answers.add_argument("--answer-batch-size", type=int, metavar="N", default=32, help="prompts answered at once")
-    answers.add_argument("--max-positions", type=int, metavar="N", help="stop answering after so many tokens")
+    answers.add_argument(
+        "--max-positions", type=int, metavar="N", help="stop answering after so many tokens; given prompts come first"
+    )
 
     training = train.add_argument_group("training")
     training.add_argument("--epochs", type=float, metavar="N", default=3.0, help="times every position is seen")

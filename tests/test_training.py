@@ -18,10 +18,12 @@ from hf_specdec.errors import ConfigurationError, TrainingDataError
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import DataSettings, TrainingSettings, read_prompts, train_heads
-from hf_specdec.training.data import AnswerCache, Answers, answer, encode
+from hf_specdec.training.cache import AnswerCache
+from hf_specdec.training.data import Answers, answer
 from hf_specdec.training.exit import Texts, states_at_exit
 from hf_specdec.training.losses import distillation_loss, feature_loss, head_weights
 from hf_specdec.training.medusa import Positions
+from hf_specdec.training.prompts import encode
 from hf_specdec.training.train import frequent_tokens
 
 PROMPTS = ["hello there", "what now", "a longer prompt than these", "one", "two", "three", "ja", "nein", "abc", "xyz"]
@@ -139,6 +141,31 @@ def test_answers_are_what_generate_says_and_hidden_states_what_the_model_compute
         assert (one.label_tokens == best.indices).float().mean() > 0.99
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 8.0},
+        {"top_k": 1},
+        {"bad_words_ids": [[token] for token in range(3, 60)]},
+        {"num_beams": 3},
+        {"return_dict_in_generate": True},
+        {"speculative_mode": "prompt_lookup", "max_length": 9},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_a_models_own_ways_of_generating_stay_out_of_its_answers(own: dict[str, Any]) -> None:
+    prompts, settings = [[5, 6, 7, 5, 6], [8, 9]], DataSettings(max_new_tokens=8)
+    expected = answer(tiny_model("llama"), prompts, settings, do_sample=True, seed=0)
+    model = tiny_model("llama")
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    before = model.generation_config
+    said = answer(model, prompts, settings, do_sample=True, seed=0)
+    assert [one.tokens.tolist() for one in said] == [one.tokens.tolist() for one in expected]
+    assert model.generation_config is before
+    assert all(getattr(before, name) == value for name, value in own.items())
+
+
 def test_answers_of_one_token() -> None:
     model = tiny_model("llama")
     (one,) = answer(model, [[5, 6, 7]], DataSettings(max_new_tokens=1), do_sample=False, seed=0)
@@ -205,6 +232,11 @@ def test_a_model_makes_up_prompts_once_and_answers_them(tmp_path: Path) -> None:
     assert sorted(answers.prompts) == sorted([*cache.prompts, *own])
     asked = sum(json.loads(path.read_text())["seconds"] for path in tmp_path.glob("own-*.json"))
     assert answers.seconds > asked > 0
+    # what was said twice counts once, and nothing is no prompt
+    (tmp_path / "own-00000.json").write_text(json.dumps({"prompts": ["ab", "", "cd", "ab"], "seconds": 1.0}))
+    (tmp_path / "own-00001.json").write_text(json.dumps({"prompts": ["cd"], "seconds": 1.0}))
+    (tmp_path / "own-00002.json").write_text(json.dumps({"prompts": [], "seconds": 1.0}))
+    assert [cache.tokenizer.decode(ids) for ids in cache.own_prompts()] == ["<user>ab</user>", "<user>cd</user>"]
     # another seed, other prompts
     other = _own_prompts(tmp_path / "other", seed=1)
     for batch in range(3):

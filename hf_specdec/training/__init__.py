@@ -1,7 +1,8 @@
 """Training draft heads by self-distillation, and evaluating them."""
 
-from .data import DataSettings, read_prompts
+from .data import DataSettings
 from .evaluate import Evaluation, evaluate_heads
+from .prompts import read_prompts
 from .settings import TrainingReport, TrainingSettings
 from .train import train_heads
 

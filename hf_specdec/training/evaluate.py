@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..bench import read_prompts
+from ..config import MedusaModeConfig
 from ..draft import Budget, Context
 from ..drafters.medusa import MedusaDrafter
 from ..errors import ConfigurationError, TrainingDataError
@@ -22,9 +23,10 @@ from ..heads.model import find_heads
 from ..heads.module import BoundHeads
 from ..report import OVERALL
 from ..sampling import Selection
-from .data import Answers, DataSettings, answer, encode, joined
+from .data import Answers, DataSettings, answer, joined
 from .losses import accuracy
 from .medusa import HeadsInTraining, Positions
+from .prompts import encode
 from .settings import TrainingSettings
 
 NODES = (2, 7, 15, 31, 63)
@@ -129,7 +131,7 @@ def _answered(model: Any, prompts: list[list[int]], max_new_tokens: int, batch_s
 @torch.no_grad()
 def acceptance_along(heads: BoundHeads, answers: Answers, nodes: int) -> list[tuple[int, int]]:
     """(tokens, rounds) of every answer, decoded with trees of so many nodes besides the root."""
-    drafter = MedusaDrafter(heads)  # not started, so that it looks nothing up
+    drafter = MedusaDrafter(heads, MedusaModeConfig(prompt_lookup=False))
     tokens, device = answers.tokens.tolist(), heads.model.device
     lengths = answers.lengths.tolist()
     starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()

@@ -19,10 +19,12 @@ from ..errors import ConfigurationError, TrainingDataError
 from ..heads.config import MedusaConfig
 from ..heads.model import find_exit, find_heads
 from ..heads.module import SharedOutput
-from .data import AnswerCache, Answers, DataSettings, encode, read_prompts
+from .cache import AnswerCache
+from .data import Answers, DataSettings
 from .exit import ExitInTraining, Texts, states_at_exit
 from .losses import accuracy
 from .medusa import HeadsInTraining, Positions
+from .prompts import encode, read_prompts
 from .settings import PROVENANCE, TOP_K, TrainingReport, TrainingSettings
 
 
@@ -62,7 +64,7 @@ def train_heads(
     Main arguments:
         model: the base model; it is not changed.
         tokenizer: its tokenizer.
-        data: prompts: JSON Lines files, `datasets` folders or ids (`data.read_prompts`).
+        data: prompts: JSON Lines files, `datasets` folders or ids (`prompts.read_prompts`).
         output: folder for the adapter, `training.json` and checkpoints.
         config: the heads that are trained.
 

@@ -1,0 +1,189 @@
+"""Answers on disk. A batch is a shard: an interrupted run goes on where it stopped, and processes share the work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ..draft import Budget, Context, Draft
+from ..drafters.base import Drafter
+from ..errors import TrainingDataError
+from ..heads.checks import base_probe
+from .data import PER_TOKEN, Answers, DataSettings, answer, joined, say
+from .prompts import encode, opening
+
+_MANIFEST = "manifest.json"
+# longest prompt that the model makes up, in tokens
+_MAX_OWN_PROMPT = 96
+
+
+class _Onlooker(Drafter):
+    """Drafts nothing. The loop drops a row once it is finished, which plain decoding does not."""
+
+    def propose(self, context: Context, budget: Budget) -> Draft:
+        return Draft.empty(context.roots)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One batch to answer."""
+
+    name: str
+    prompts: list[list[int]]
+    do_sample: bool
+    seed: int
+
+
+class AnswerCache:
+    """A folder of answers, made shard by shard, and of the prompts that the model made up.
+
+    Args:
+        folder: where they are.
+        model: the base model.
+        tokenizer: its tokenizer.
+        prompts: token ids of the prompts that were given.
+        settings: how answers are made.
+
+    Raises:
+        TrainingDataError: the folder holds answers of another model, to other prompts, or made otherwise.
+    """
+
+    def __init__(
+        self, folder: Path, model: Any, tokenizer: Any, prompts: list[list[int]], settings: DataSettings
+    ) -> None:
+        self.folder, self.model, self.tokenizer = folder, model, tokenizer
+        self.prompts, self.settings = prompts, settings
+        manifest = {
+            "base_probe": base_probe(model),
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+            "settings": asdict(settings),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _MANIFEST
+        if path.exists():
+            if json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(manifest)):
+                raise TrainingDataError(
+                    f"{folder} holds answers of another model, to other prompts, or made with other settings. Use "
+                    "another folder, or remove it."
+                )
+        else:
+            _write(path, json.dumps(manifest, indent=2).encode())
+
+    def batches_to_ask(self) -> list[int]:
+        """Sizes of the batches in which the model makes up prompts."""
+        whole, rest = divmod(self.settings.own_prompts, self.settings.batch_size)
+        return [self.settings.batch_size] * whole + [rest] * (rest > 0)
+
+    def ask(self, batch: int) -> None:
+        """Let the model make up one batch of prompts unless that has been done."""
+        path = self._asked(batch)
+        if path.exists():
+            return
+        began, start, settings = time.perf_counter(), opening(self.tokenizer), self.settings
+        rows = say(
+            self.model,
+            [start] * self.batches_to_ask()[batch],
+            _Onlooker(),
+            settings.seed + 200_003 + batch,
+            do_sample=True,
+            max_new_tokens=min(_MAX_OWN_PROMPT, settings.max_prompt_tokens),
+        )
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        said = [row[len(start) :] for row in rows.tolist()]
+        lengths = [next((at for at, token in enumerate(row) if token in ends), None) for row in said]
+        finished = [row[:length] for row, length in zip(said, lengths, strict=True) if length]
+        texts = [text.strip() for text in self.tokenizer.batch_decode(finished, skip_special_tokens=True)]
+        _write(path, json.dumps({"prompts": texts, "seconds": time.perf_counter() - began}).encode())
+
+    def own_prompts(self) -> list[list[int]]:
+        """Token ids of the prompts that the model made up."""
+        said = [text for batch, _ in enumerate(self.batches_to_ask()) for text in self._read_asked(batch)["prompts"]]
+        chats = [[{"role": "user", "content": text}] for text in dict.fromkeys(said) if text]
+        if not chats:
+            if self.settings.own_prompts:
+                raise TrainingDataError(
+                    f"{type(self.model).__name__} finished none of the {self.settings.own_prompts} prompts that it was "
+                    "asked for. Leave own_prompts at 0."
+                )
+            return []
+        return encode(self.tokenizer, chats, self.settings.max_prompt_tokens)
+
+    def shards(self) -> list[_Shard]:
+        """Every batch to answer: given prompts before own ones, greedy answers before sampled ones."""
+        parts = {"": self.prompts, "own-": self.own_prompts()}
+        return [
+            shard
+            for turn in range(self.settings.answers_per_prompt)
+            for name, prompts in parts.items()
+            for shard in _shards(name, prompts, self.settings, turn)
+        ]
+
+    def make(self, shard: _Shard) -> int:
+        """Answer a shard's prompts unless that has been done. Returns the number of tokens."""
+        path = self._path(shard)
+        if path.exists():
+            with safe_open(path, "pt") as opened:
+                return int(opened.get_tensor("lengths").sum())
+        began = time.perf_counter()
+        answers = answer(self.model, shard.prompts, self.settings, shard.do_sample, shard.seed)
+        whole = joined(answers, shard.prompts)
+        tensors = {name: getattr(whole, name) for name in (*PER_TOKEN, "lengths")}
+        tensors["seconds"] = torch.tensor(time.perf_counter() - began)
+        temporary = path.with_suffix(".tmp")
+        save_file(tensors, temporary)
+        temporary.replace(path)  # a shard is there whole or not at all
+        return int(tensors["lengths"].sum())
+
+    def read(self, max_positions: int | None = None) -> Answers:
+        """The shards one after the other, until there are so many positions."""
+        found: list[tuple[_Shard, dict[str, torch.Tensor]]] = []
+        for shard in self.shards():
+            if max_positions is not None and sum(len(part["tokens"]) for _, part in found) >= max_positions:
+                break
+            found.append((shard, load_file(self._path(shard))))
+        asking = [self._read_asked(batch)["seconds"] for batch, _ in enumerate(self.batches_to_ask())]
+        return Answers(
+            **{name: torch.cat([part[name] for _, part in found]) for name in (*PER_TOKEN, "lengths")},
+            prompts=[prompt for shard, _ in found for prompt in shard.prompts],
+            seconds=sum(asking) + sum(float(part["seconds"]) for _, part in found),
+        )
+
+    def _path(self, shard: _Shard) -> Path:
+        return self.folder / f"{shard.name}.safetensors"
+
+    def _asked(self, batch: int) -> Path:
+        return self.folder / f"own-{batch:05d}.json"
+
+    def _read_asked(self, batch: int) -> dict[str, Any]:
+        return json.loads(self._asked(batch).read_text(encoding="utf-8"))
+
+
+def _shards(name: str, prompts: list[list[int]], settings: DataSettings, turn: int) -> Iterator[_Shard]:
+    """Batches of prompts of similar length, in an order in which any first part is a fair sample."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    size = settings.batch_size
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    generator = torch.Generator().manual_seed(settings.seed + turn)
+    for place in torch.randperm(len(batches), generator=generator).tolist():
+        yield _Shard(
+            name=f"{name}{turn:02d}-{place:05d}",
+            prompts=[prompts[index] for index in batches[place]],
+            do_sample=turn > 0,
+            seed=settings.seed + 100_003 * turn + place,
+        )
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
