@@ -261,7 +261,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
     for number, head in enumerate(found.heads):
         print(f"head {number}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
+    print("\nMean acceptance length of the heads alone:\n")
     print(acceptance_table(found.to_dict()))
+    print("\nand where candidates from earlier in the text share the trees:\n")
+    print(acceptance_table(found.to_dict(), "acceptance_with_lookup"))
     _note(arguments.adapter, settings, arguments.repo, evaluation=found.to_dict())
     return 0
 

@@ -28,6 +28,8 @@ _PRIOR_COST = {
 }
 # Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
 _MARGIN = 1.1
+# plain steps a round that drafting may cost in vain
+_NEXT_TO_NOTHING = 0.02
 
 
 class CostModel:
@@ -145,6 +147,7 @@ class Experience:
         self.calibrator = Calibrator()
         self.acceptance = 0.5  # of drafts below an accepted node, decaying mean
         self.draft_seconds = 0.0  # per depth drafted, decaying mean
+        self.gain = 0.0  # tokens that a round promised beyond what its time was worth, decaying mean
         self.paused = 0  # rounds still to go without drafting
         self.next_pause = self.FIRST_PAUSE
 
@@ -210,7 +213,7 @@ class AdaptiveController:
     """
 
     LEARNING = 6  # observations before drafting may be given up
-    PROBE = 2  # tokens drafted after a pause, to see whether the text has changed
+    PROBE = 2  # depth drafted after a pause, to see whether the text has changed
 
     def __init__(self, experience: Experience, most_tokens: int) -> None:
         self.experience = experience
@@ -219,19 +222,27 @@ class AdaptiveController:
         self.calibrator.fade(experience.KEPT)
         self.most_tokens = most_tokens
         self._rows = 1
+        self._free_only = False
 
     def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
         self._rows = sum(room >= 0 for room in rooms) or 1
-        tokens, experience = self.most_tokens, self.experience
+        deepest, experience, self._free_only = self.most_tokens, self.experience, False
         if experience.paused:
             experience.paused -= 1
-            tokens = 0 if experience.paused else min(tokens, self.PROBE)
+            self._free_only = experience.paused > 0
+            deepest = deepest if self._free_only else min(deepest, self.PROBE)
         elif not self._drafting_pays():
             experience.pause()
-            tokens = 0
-        depth = [max(0, min(room, tokens)) for room in rooms]
-        room = [max(0, room) for room in rooms]
-        return Budget(depth=depth, room=room, nodes=tokens, trees=trees, pays=self._pays, cost=self._cost)
+            self._free_only = True
+        return Budget(
+            depth=[max(0, min(room, deepest)) for room in rooms],
+            room=[max(0, room) for room in rooms],
+            nodes=self.most_tokens,
+            trees=trees,
+            pays=self._pays,
+            cost=self._cost,
+            free_only=self._free_only,
+        )
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
         if draft.is_empty:
@@ -268,14 +279,23 @@ class AdaptiveController:
             rows = sum(bool(committed) for committed in verdict.committed)
             self.costs.observe(rows, verified.width, verify_seconds)
         depth = max(max(tree.depths(parents)) for parents in proposal.parents)
-        if depth:
+        if depth and not self._free_only:
             each = draft_seconds / depth
             known = self.experience.draft_seconds
             self.experience.draft_seconds = each if not known else 0.8 * known + 0.2 * each
+            self.experience.gain += 0.1 * (self._gain(verified, verdict, draft_seconds) - self.experience.gain)
         for row, committed in enumerate(verdict.committed):
             self._learn(proposal, row, committed)
 
     # ------------------------------------------------------------------ expectations
+
+    def _gain(self, verified: Draft, verdict: Verdict, draft_seconds: float) -> float:
+        """Tokens a row that the drafted ones promised, less those that plain steps bring in the time they cost."""
+        rows = [row for row, committed in enumerate(verdict.committed) if committed]
+        promised = sum(self._path_probabilities(verified, row)[node] for row in rows for node in verified.drafted[row])
+        plain = self.costs.seconds(len(rows), 1)
+        spent = draft_seconds + self.costs.seconds(len(rows), verified.width) - plain
+        return promised / max(1, len(rows)) - spent / plain
 
     def _path_probabilities(self, draft: Draft, row: int) -> list[float]:
         confidence = draft.confidence[row] if draft.confidence is not None else [0.5] * len(draft.tokens[row])
@@ -296,7 +316,7 @@ class AdaptiveController:
             for child in below:
                 self.calibrator.observe(proposal.confidence[row][child], proposal.tokens[row][child] == token)
             right = [child for child in below if proposal.tokens[row][child] == token]
-            if below:
+            if below and not self._free_only:
                 self.experience.acceptance += 0.15 * (bool(right) - self.experience.acceptance)
             if not right:
                 return
@@ -332,11 +352,18 @@ class AdaptiveController:
         return False
 
     def _drafting_pays(self) -> bool:
-        """Whether the best draft length is above zero, for drafters whose drafts cost time."""
+        """Whether drafting is worth its time, for drafters whose drafts cost any.
+
+        Either because what is verified of them, chosen round by round, brings in more than it costs; or because the
+        best length for drafts that are all alike is above zero.
+        """
+        if self.calibrator.observations < self.LEARNING:
+            return True
+        if self.experience.gain > -_NEXT_TO_NOTHING:
+            self.experience.next_pause = self.experience.FIRST_PAUSE
+            return True
         plain = self.costs.seconds(self._rows, 1)
         draft_seconds = self.experience.draft_seconds
-        if draft_seconds < 0.02 * plain or self.calibrator.observations < self.LEARNING:
-            return True
         acceptance, reached, expected = self.experience.acceptance, 1.0, 1.0
         for length in range(1, self.most_tokens + 1):
             reached *= acceptance

@@ -137,6 +137,8 @@ class Budget:
     pays: Pays
     # plain steps that a forward over so many nodes a row takes here; None where nobody measures
     cost: Callable[[int], float] | None = None
+    # only what costs next to nothing to draft is asked for: the rest has not paid lately
+    free_only: bool = False
 
 
 @dataclass(frozen=True)

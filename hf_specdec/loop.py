@@ -151,7 +151,8 @@ class Decoding:
         if free is not None and free < budget.nodes:
             budget = replace(budget, nodes=free, depth=[min(depth, free) for depth in budget.depth])
         proposal = Draft.empty(context.roots)
-        if any(depth > 0 for depth in budget.depth):
+        asked = self.drafter.drafts_for_free or not budget.free_only
+        if asked and any(depth > 0 for depth in budget.depth):
             with self._undisturbed():
                 proposal = self.drafter.propose(self._shown(), budget)
             check_draft(proposal, context.roots, self.vocab_size)

@@ -101,12 +101,14 @@ def test_the_card_says_what_was_evaluated() -> None:
         "heads": [{"loss": 1.5, "top1": 0.111, "top10": 0.222}, {"loss": 2.5, "top1": 0.333, "top10": 0.444}],
         "nodes": [2, 15],
         "acceptance": {"qa": [1.234, 1.5], "overall": [1.25, 1.75]},
+        "acceptance_with_lookup": {"qa": [1.5, 2.0], "overall": [1.51, 2.01]},
     }
     text = str(model_card(config(provenance={**PROVENANCE, "evaluation": evaluation})))
     for said in (
         "On 6 prompts of other sources (asked.jsonl), greedy, 128 new tokens:",
         "| 2 | 3 ahead | 0.333 | 0.444 | 2.50 |\n\nMean",
-        "| task | 2 nodes | 15 nodes |\n|---|---|---|\n| qa | 1.23 | 1.50 |\n| overall | 1.25 | 1.75 |\n\n## What",
+        "| task | 2 nodes | 15 nodes |\n|---|---|---|\n| qa | 1.23 | 1.50 |\n| overall | 1.25 | 1.75 |\n\nThe same",
+        "| qa | 1.50 | 2.00 |\n| overall | 1.51 | 2.01 |\n\n## What",
     ):
         assert said in text, text
 

@@ -120,11 +120,11 @@ def paying(controller: AdaptiveController, draft_seconds: float, right: bool, ro
     granted = []
     for _ in range(rounds):
         budget = controller.budget([9], trees=False)
-        granted.append(budget.depth[0])
-        draft = chain([0.6, 0.6]) if budget.depth[0] else Draft.empty([0])
-        committed = [1, 2, 9] if right and budget.depth[0] else [9]
+        granted.append(0 if budget.free_only else budget.depth[0])
+        draft = chain([0.6, 0.6]) if granted[-1] else Draft.empty([0])
+        committed = [1, 2, 9] if right and granted[-1] else [9]
         verdict = Verdict(kept=[[0]], committed=[committed], accepted=[len(committed) - 1])
-        controller.observe(draft, draft, verdict, draft_seconds if budget.depth[0] else 0.0, STAIRS[draft.width])
+        controller.observe(draft, draft, verdict, draft_seconds if granted[-1] else 0.0, STAIRS[draft.width])
     return granted
 
 
@@ -136,6 +136,46 @@ def test_costly_drafts_that_fail_are_given_up_and_tried_again() -> None:
     assert 2 in granted[20:], "after a pause a short draft is tried"
     later = paying(AdaptiveController(experience, 9), draft_seconds=0.6, right=False, rounds=30)
     assert later.count(0) >= 29, "the next call does not start anew"
+
+
+def test_what_is_free_is_still_asked_for_and_decides_nothing_about_the_rest() -> None:
+    experience = measured()
+    controller = AdaptiveController(experience, 9)
+    paying(controller, draft_seconds=0.6, right=False, rounds=40)
+    while not (budget := controller.budget([9], trees=False)).free_only:
+        paying(controller, draft_seconds=0.6, right=False, rounds=1)
+    assert budget.depth == [9]
+    assert budget.nodes == 9
+    known = experience.acceptance, experience.gain, experience.draft_seconds
+    draft = chain([0.9] * 4)
+    seen = controller.calibrator.observations
+    controller.observe(draft, draft, Verdict([[0]], [[1, 2, 3, 4, 9]], [4]), 0.0, STAIRS[5])
+    assert (experience.acceptance, experience.gain, experience.draft_seconds) == known
+    assert controller.calibrator.observations > seen
+
+
+def gaining(often: int, rounds: int = 60) -> int:
+    """Rounds in which drafting is asked for, when every `often`th draft is good, and the others say they are not."""
+    controller = Believing(measured({1: 1.0, **dict.fromkeys(range(2, 11), 1.7)}))
+    asked = 0
+    for turn in range(rounds):
+        good = turn % often == 0
+        budget = controller.budget([9], trees=False)
+        asked += not budget.free_only
+        proposal = Draft.empty([0]) if budget.free_only else chain([0.98 if good else 0.02] * 4)
+        verified = controller.size(proposal, [True], most_nodes=9)
+        assert verified.is_empty == (not good or budget.free_only)
+        committed = [1, 2, 3, 4, 9] if good and not budget.free_only else [9]
+        verdict = Verdict([[0]], [committed], [len(committed) - 1])
+        seconds = 0.0 if budget.free_only else 0.06
+        controller.observe(proposal, verified, verdict, seconds, 1.0 if verified.is_empty else 1.7)
+    return asked
+
+
+def test_a_few_good_drafts_pay_for_the_others() -> None:
+    """Most drafts are not worth verifying, but cost little: what counts is what those that are verified bring."""
+    assert gaining(often=3) == 60
+    assert gaining(often=1000) < 30
 
 
 def test_costly_drafts_that_hold_are_kept() -> None:

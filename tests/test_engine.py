@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import assert_same, assert_unchanged, model_of, noisy_trees, promp
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
+from hf_specdec.control import AdaptiveController
 from hf_specdec.errors import DraftError
 from hf_specdec.structure import support
 from hf_specdec.testing import ScriptedDrafter, tiny_model_names
@@ -324,6 +326,28 @@ def test_a_draft_of_the_wrong_types_is_named(fields: dict[str, Any] | None, mess
             speculative_mode=Malformed(lambda row, text: []),
             speculative_config={"num_draft_tokens": size},
         )
+
+
+@pytest.mark.parametrize("drafts_for_free", [False, True])
+def test_who_drafts_for_free_is_asked_while_drafting_does_not_pay(
+    drafts_for_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_budget = AdaptiveController.budget
+    monkeypatch.setattr(
+        AdaptiveController, "budget", lambda *arguments: replace(plain_budget(*arguments), free_only=True)
+    )
+    model, inputs = model_of("llama"), prompt(1)
+    asked = []
+
+    class Asked(ScriptedDrafter):
+        def propose(self, context: Any, budget: Any) -> Any:
+            asked.append(budget.free_only)
+            return super().propose(context, budget)
+
+    drafter = Asked(lambda row, text: [])
+    drafter.drafts_for_free = drafts_for_free
+    assert_same(model, inputs, {"speculative_mode": drafter}, max_new_tokens=6, eos_token_id=None)
+    assert asked == ([True] * 4 if drafts_for_free else [])  # the last token is never drafted
 
 
 class Meddling(ScriptedDrafter):

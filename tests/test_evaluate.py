@@ -31,7 +31,8 @@ def said_by(model: Any, new_tokens: int) -> tuple[Answers, dict[str, torch.Tenso
 
 @pytest.mark.parametrize("head_type", ["independent", "sequential"])
 @pytest.mark.parametrize("nodes", [1, 4, 9])
-def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int) -> None:
+@pytest.mark.parametrize("prompt_lookup", [False, True])
+def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int, prompt_lookup: bool) -> None:
     model = model_with_heads("llama", head_type)
     answers, inputs = said_by(model, 40)
     with hf_specdec.record() as stats:
@@ -40,9 +41,9 @@ def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int) -> None:
             inputs,
             max_new_tokens=40,
             speculative_mode="medusa",
-            speculative_config={"num_draft_tokens": nodes, "prompt_lookup": False},
+            speculative_config={"num_draft_tokens": nodes, "prompt_lookup": prompt_lookup},
         )
-    counted = acceptance_along(find_heads(model), answers, nodes)
+    counted = acceptance_along(find_heads(model), answers, nodes, prompt_lookup)
     assert [tokens for tokens, _ in counted] == [row.tokens - 1 for row in stats.rows]
     # kept hidden states are rounded to bfloat16, which may turn a draft here and there
     assert [rounds for _, rounds in counted] == pytest.approx([row.rounds for row in stats.rows], abs=1)
@@ -90,12 +91,13 @@ def test_tasks_and_their_sum(prompts: Path) -> None:
 
 
 def test_every_size_is_counted_and_tasks_add_up(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(heads: Any, answers: Answers, nodes: int) -> list[tuple[int, int]]:
-        return [(10 * nodes, 10), (30, 20), (50 * nodes, 30)]
+    def counted(heads: Any, answers: Answers, nodes: int, prompt_lookup: bool) -> list[tuple[int, int]]:
+        return [((20 if prompt_lookup else 10) * nodes, 10), (30, 20), (50 * nodes, 30)]
 
     monkeypatch.setattr("hf_specdec.training.evaluate.acceptance_along", counted)
     found = evaluate_heads(model_with_heads(), letter_tokenizer(), prompts, nodes=[1, 2], progress=False)
     assert found.acceptance == {"a": [1.5, 3.0], "b": [1.5, 1.5], "overall": [1.5, 2.5]}
+    assert found.acceptance_with_lookup == {"a": [1.75, 3.5], "b": [1.5, 1.5], "overall": [1.667, 2.833]}
 
 
 @pytest.mark.parametrize("settings", [{"nodes": []}, {"nodes": [0]}, {"max_new_tokens": 1}, {"batch_size": 0}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -202,6 +203,22 @@ def test_what_the_text_said_before_shares_the_tree(model: Any) -> None:
     assert paths(MedusaModeConfig(), nodes=30, depth=6, trees=False) == said
     static = MedusaModeConfig(tree=[[0], [1]])
     assert len(paths(static, nodes=2, depth=6)) == 3
+
+
+def test_heads_are_left_alone_when_only_what_is_free_is_asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    context = context_of(model, [text], torch.randn(1, 32, generator=torch.Generator().manual_seed(4)))
+    drafter = MedusaDrafter(find_heads(model))
+    drafter.start(context)
+    assert drafter.drafts_for_free
+    monkeypatch.setattr(type(drafter.heads), "step", None)
+    monkeypatch.setattr(type(drafter.heads), "all_states", None)
+    draft = drafter.propose(context, replace(budget(nodes=4, depth=4), free_only=True))
+    assert draft.tokens[0] == [6, 7, 8, 5, 6]
+    alone = MedusaDrafter(find_heads(model), MedusaModeConfig(prompt_lookup=False))
+    alone.start(context)
+    assert not alone.drafts_for_free
+    assert alone.propose(context, replace(budget(nodes=4, depth=4), free_only=True)).is_empty
 
 
 # ---------------------------------------------------------------- inside generate

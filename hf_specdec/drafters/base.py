@@ -30,6 +30,9 @@ class Drafter(CandidateGenerator, ABC):
     # whether `Context.hidden` should hold what the target's LM head was given
     needs_hidden: ClassVar[bool] = False
 
+    # whether part of its drafts costs next to nothing, so that it is asked for them when the rest does not pay
+    drafts_for_free: bool = False
+
     # how many tokens `get_candidates` proposes
     num_candidate_tokens: int = 10
     _standalone: Context | None = None

@@ -57,9 +57,10 @@ class MedusaDrafter(Drafter):
         if self.config.prompt_lookup and self._static is None:
             self._lookup = PromptLookupDrafter()
             self._lookup.start(context)
+            self.drafts_for_free = True
 
     def propose(self, context: Context, budget: Budget) -> Draft:
-        draft = self._foreseen(context, budget)
+        draft = _nothing(context) if budget.free_only else self._foreseen(context, budget)
         if self._lookup is not None:
             draft = draft.joined(self._lookup.propose(context, budget), budget.nodes)
         return draft if budget.trees else draft.best_chain()

@@ -64,13 +64,18 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
     )
 
 
-def acceptance_table(evaluation: dict[str, Any]) -> str:
-    """Mean acceptance length per task and size of tree, as a card shows it (see `training.evaluate.Evaluation`)."""
+def acceptance_table(evaluation: dict[str, Any], of: str = "acceptance") -> str:
+    """Mean acceptance length per task and size of tree, as a card shows it.
+
+    Args:
+        evaluation: a `training.evaluate.Evaluation` as saved.
+        of: which of its counts.
+    """
     table = [
         f"| task | {' | '.join(f'{nodes} nodes' for nodes in evaluation['nodes'])} |",
         f"|---|{'---|' * len(evaluation['nodes'])}",
     ]
-    for task, lengths in evaluation["acceptance"].items():
+    for task, lengths in evaluation[of].items():
         table.append(f"| {task} | {' | '.join(f'{length:.2f}' for length in lengths)} |")
     return "\n".join(table)
 

@@ -47,6 +47,8 @@ class Evaluation:
     nodes: list[int]
     # task -> mean acceptance length with each of them: tokens a forward of the base model
     acceptance: dict[str, list[float]]
+    # the same where what the text said before shares the trees, as it does in mode `medusa`
+    acceptance_with_lookup: dict[str, list[float]]
 
     def to_dict(self) -> dict[str, Any]:
         """As it is saved."""
@@ -97,13 +99,19 @@ def evaluate_heads(
             "answers, or ask other prompts."
         )
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
-    acceptance: dict[str, list[float]] = {task: [] for task in (tasks if len(tasks) == 1 else [*tasks, OVERALL])}
-    for size in nodes:
-        counted = acceptance_along(heads, answers, size)
-        for task, lengths in acceptance.items():
-            of_task = [count for count, prompt in zip(counted, prompts, strict=True) if task in (prompt.task, OVERALL)]
-            tokens, rounds = (sum(part) for part in zip(*of_task, strict=True))
-            lengths.append(round(tokens / rounds, 3) if rounds else 1.0)
+
+    def acceptance(prompt_lookup: bool) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {task: [] for task in (tasks if len(tasks) == 1 else [*tasks, OVERALL])}
+        for size in nodes:
+            counted = acceptance_along(heads, answers, size, prompt_lookup)
+            for task, lengths in found.items():
+                of_task = [
+                    count for count, prompt in zip(counted, prompts, strict=True) if task in (prompt.task, OVERALL)
+                ]
+                tokens, rounds = (sum(part) for part in zip(*of_task, strict=True))
+                lengths.append(round(tokens / rounds, 3) if rounds else 1.0)
+        return found
+
     return Evaluation(
         data=data.name,
         prompts=len(prompts),
@@ -111,7 +119,8 @@ def evaluate_heads(
         max_new_tokens=max_new_tokens,
         heads=accuracy_along(heads, answers),
         nodes=list(nodes),
-        acceptance=acceptance,
+        acceptance=acceptance(prompt_lookup=False),
+        acceptance_with_lookup=acceptance(prompt_lookup=True),
     )
 
 
@@ -129,34 +138,48 @@ def _answered(model: Any, prompts: list[list[int]], max_new_tokens: int, batch_s
 
 
 @torch.no_grad()
-def acceptance_along(heads: BoundHeads, answers: Answers, nodes: int) -> list[tuple[int, int]]:
-    """(tokens, rounds) of every answer, decoded with trees of so many nodes besides the root."""
-    drafter = MedusaDrafter(heads, MedusaModeConfig(prompt_lookup=False))
-    tokens, device = answers.tokens.tolist(), heads.model.device
-    lengths = answers.lengths.tolist()
+def acceptance_along(
+    heads: BoundHeads, answers: Answers, nodes: int, prompt_lookup: bool = False
+) -> list[tuple[int, int]]:
+    """(tokens, rounds) of every answer, decoded with trees of so many nodes besides the root.
+
+    Args:
+        heads: the heads.
+        answers: what the base model said.
+        nodes: of every tree.
+        prompt_lookup: whether what the text said before shares the trees, as it does in mode `medusa`.
+    """
+    drafter = MedusaDrafter(heads, MedusaModeConfig(prompt_lookup=prompt_lookup))
+    device, rows = heads.model.device, range(len(answers.lengths))
+    said = [part.tolist() for part in answers.tokens.split(answers.lengths.tolist())]
     starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()
-    at, rounds = [0] * len(lengths), [0] * len(lengths)
-    while rows := [row for row, length in enumerate(lengths) if at[row] + 1 < length]:
-        places = [starts[row] + at[row] for row in rows]
-        context = Context(
-            tokens=[[tokens[place]] for place in places],
-            prompt_lengths=[1] * len(rows),
-            finished=[False] * len(rows),
+    at, rounds = [0] * len(rows), [0] * len(rows)
+
+    def context() -> Context:
+        return Context(
+            tokens=[[*answers.prompts[row], *said[row][: at[row] + 1]] for row in rows],
+            prompt_lengths=[len(prompt) for prompt in answers.prompts],
+            finished=[at[row] + 1 >= len(said[row]) for row in rows],
             device=device,
             selection=Selection(LogitsProcessorList(), do_sample=False, tape=None),
             padded_prompts=torch.zeros(len(rows), 1, dtype=torch.long, device=device),
-            hidden=answers.hidden[places].to(device, heads.heads.dtype),
+            hidden=answers.hidden[[starts[row] + at[row] for row in rows]].to(device, heads.heads.dtype),
         )
-        deepest = [heads.num_heads] * len(rows)
+
+    drafter.start(context())
+    while not all((now := context()).finished):
+        deepest = [0 if done else nodes for done in now.finished]
         draft = drafter.propose(
-            context, Budget(depth=deepest, room=deepest, nodes=nodes, trees=True, pays=lambda confidences: True)
+            now, Budget(depth=deepest, room=deepest, nodes=nodes, trees=True, pays=lambda confidences: True)
         )
-        for index, row in enumerate(rows):
+        for row in rows:
+            if now.finished[row]:
+                continue
             node: int | None = 0
-            while node is not None and at[row] + 1 < lengths[row]:
+            while node is not None and at[row] + 1 < len(said[row]):
                 at[row] += 1
-                token, children = tokens[starts[row] + at[row]], draft.children[index][node]
-                node = next((child for child in children if draft.tokens[index][child] == token), None)
+                token, children = said[row][at[row]], draft.children[row][node]
+                node = next((child for child in children if draft.tokens[row][child] == token), None)
             rounds[row] += 1
     return list(zip(at, rounds, strict=True))
 
