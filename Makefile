@@ -10,7 +10,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test test-lowest check format lint types clean
 
 demo: $(VENV)/installed
-	$(BIN)/hf-specdec demo
+	$(BIN)/hf-specdec demo --adapter model_cards/SmolLM2-135M-Instruct-medusa
 
 # the real model's tests run by themselves: torch processes with several threads each are in one another's way
 test: $(VENV)/installed

@@ -100,7 +100,7 @@ def test_the_card_says_what_was_evaluated() -> None:
         "max_new_tokens": 128,
         "heads": [{"loss": 1.5, "top1": 0.111, "top10": 0.222}, {"loss": 2.5, "top1": 0.333, "top10": 0.444}],
         "nodes": [2, 15],
-        "acceptance": {"qa": [1.234, 1.5], "overall": [1.25, 1.75]},
+        "acceptance": {"overall": [1.25, 1.75], "qa": [1.234, 1.5]},
         "acceptance_with_lookup": {"qa": [1.5, 2.0], "overall": [1.51, 2.01]},
     }
     text = str(model_card(config(provenance={**PROVENANCE, "evaluation": evaluation})))

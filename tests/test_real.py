@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_same_text_seed_for_seed(real: Any, texts: tuple[str, ...], sampling: di
     if mode == "assistant":
         asked["assistant_model"] = draft
     assert_same(model, encoded(tokenizer, *texts), asked, max_new_tokens=24, **sampling)
+
+
+@pytest.mark.parametrize("texts", [(OPEN,), (COPY, OPEN, CODE)])
+@pytest.mark.parametrize("sampling", [{}, SAMPLING])
+def test_the_shipped_heads(real: Any, texts: tuple[str, ...], sampling: dict[str, Any]) -> None:
+    """Loaded beside others: the same text, and without look-ups they are right often enough to be of use."""
+    model, tokenizer, _ = real
+    folder = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-medusa"
+    model.load_adapter(str(folder), adapter_name="shipped")
+    try:
+        settings = {"adapter": "shipped", "num_draft_tokens": 7, "prompt_lookup": False}
+        asked = {"speculative_mode": "medusa", "speculative_config": settings}
+        stats = assert_same(model, encoded(tokenizer, *texts), asked, max_new_tokens=32, **sampling)
+    finally:
+        model.delete_adapter("shipped")
+    assert stats.mean_acceptance_length > 1.3
 
 
 def test_lookup_saves_forwards_when_quoting(real: Any) -> None:

@@ -75,7 +75,8 @@ def acceptance_table(evaluation: dict[str, Any], of: str = "acceptance") -> str:
         f"| task | {' | '.join(f'{nodes} nodes' for nodes in evaluation['nodes'])} |",
         f"|---|{'---|' * len(evaluation['nodes'])}",
     ]
-    for task, lengths in evaluation[of].items():
+    # JSON does not keep an order here: tasks by name, and what they come to last
+    for task, lengths in sorted(evaluation[of].items(), key=lambda item: (item[0] == "overall", item[0])):
         table.append(f"| {task} | {' | '.join(f'{length:.2f}' for length in lengths)} |")
     return "\n".join(table)
 
@@ -93,9 +94,10 @@ def measured_by(reports: list[dict[str, Any]], names: list[str]) -> dict[str, st
         for task, summary in found.items():
             rows.setdefault(task, []).append(f"{summary['mean_acceptance_length']:.2f} ({summary['ratio']:.2f}x)")
     environment, settings = reports[0]["environment"], reports[0]["settings"]
+    dtypes = " and ".join(dict.fromkeys(report["environment"]["dtype"] for report in reports))
     about = (
         f"Mean acceptance length (tokens a forward of the base model, plain decoding is 1.00), and speed relative to "
-        f"plain `generate()`, over {settings['max_new_tokens']} new tokens: {environment['dtype']}, "
+        f"plain `generate()`, over {settings['max_new_tokens']} new tokens: {dtypes}, "
         f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, transformers "
         f"{environment['transformers']}."
     )
