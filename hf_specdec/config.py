@@ -149,7 +149,7 @@ class MedusaModeConfig(SpeculativeConfig):
             num_draft_tokens. None grows the likeliest tree anew every round.
         max_children: most tokens tried below a node of a tree that grows.
         prompt_lookup: whether a tree that grows also holds what followed the current suffix earlier in the text, as in
-            mode `prompt_lookup`. It costs nothing, and heads cannot look back.
+            mode `prompt_lookup`. It costs next to nothing, and heads cannot look back.
         draft_sampling: when the target samples, `"tape"` ranks candidates over the target's own noise, so that the
             token it will pick tends to come first (arXiv:2408.07978); `"greedy"` ranks them by probability.
     """

@@ -28,7 +28,7 @@ _PRIOR_COST = {
 }
 # Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
 _MARGIN = 1.1
-# plain steps a round that drafting may cost in vain
+# drafting that takes less than this many plain steps a round is never paused
 _NEXT_TO_NOTHING = 0.02
 
 
@@ -147,6 +147,7 @@ class Experience:
         self.calibrator = Calibrator()
         self.acceptance = 0.5  # of drafts below an accepted node, decaying mean
         self.draft_seconds = 0.0  # per depth drafted, decaying mean
+        self.drafting = 0.0  # plain steps that drafting takes a round, decaying mean
         self.gain = 0.0  # tokens that a round promised beyond what its time was worth, decaying mean
         self.paused = 0  # rounds still to go without drafting
         self.next_pause = self.FIRST_PAUSE
@@ -283,19 +284,26 @@ class AdaptiveController:
             each = draft_seconds / depth
             known = self.experience.draft_seconds
             self.experience.draft_seconds = each if not known else 0.8 * known + 0.2 * each
-            self.experience.gain += 0.1 * (self._gain(verified, verdict, draft_seconds) - self.experience.gain)
+            self._weigh(verified, verdict, draft_seconds)
         for row, committed in enumerate(verdict.committed):
             self._learn(proposal, row, committed)
 
     # ------------------------------------------------------------------ expectations
 
-    def _gain(self, verified: Draft, verdict: Verdict, draft_seconds: float) -> float:
+    def _weigh(self, verified: Draft, verdict: Verdict, draft_seconds: float) -> None:
         """Tokens a row that the drafted ones promised, less those that plain steps bring in the time they cost."""
         rows = [row for row, committed in enumerate(verdict.committed) if committed]
-        promised = sum(self._path_probabilities(verified, row)[node] for row in rows for node in verified.drafted[row])
+        if not rows:
+            return
+        promised = 0.0
+        for row in rows:
+            reached = self._path_probabilities(verified, row)
+            promised += sum(reached[node] for node in verified.drafted[row])
         plain = self.costs.seconds(len(rows), 1)
-        spent = draft_seconds + self.costs.seconds(len(rows), verified.width) - plain
-        return promised / max(1, len(rows)) - spent / plain
+        drafting, verifying = draft_seconds / plain, self.costs.seconds(len(rows), verified.width) / plain - 1.0
+        gain, experience = promised / len(rows) - drafting - verifying, self.experience
+        experience.gain += 0.1 * (gain - experience.gain)
+        experience.drafting += (0.2 if experience.drafting else 1.0) * (drafting - experience.drafting)
 
     def _path_probabilities(self, draft: Draft, row: int) -> list[float]:
         confidence = draft.confidence[row] if draft.confidence is not None else [0.5] * len(draft.tokens[row])
@@ -357,9 +365,9 @@ class AdaptiveController:
         Either because what is verified of them, chosen round by round, brings in more than it costs; or because the
         best length for drafts that are all alike is above zero.
         """
-        if self.calibrator.observations < self.LEARNING:
+        if self.calibrator.observations < self.LEARNING or self.experience.drafting < _NEXT_TO_NOTHING:
             return True
-        if self.experience.gain > -_NEXT_TO_NOTHING:
+        if self.experience.gain > 0.0:
             self.experience.next_pause = self.experience.FIRST_PAUSE
             return True
         plain = self.costs.seconds(self._rows, 1)

@@ -128,7 +128,7 @@ def test_saving_writes_the_card_and_leaves_one_that_was_written(tmp_path: Path) 
 def test_the_command_line_takes_figures_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heads = tmp_path / "heads"
     with_heads().save_pretrained(heads, save_embedding_layers=False)
-    for nodes, length in ((7, 1.5), (15, 1.75)):
+    for nodes, length, dtype in ((7, 1.5, "float32"), (15, 1.75, "bfloat16")):
         summaries = [
             {"task": "qa", "case": "plain", "mean_acceptance_length": None, "ratio": 1.0},
             {"task": "qa", "case": "medusa", "mean_acceptance_length": length, "ratio": length - 0.3},
@@ -137,7 +137,7 @@ def test_the_command_line_takes_figures_in(tmp_path: Path, capsys: pytest.Captur
             "summaries": summaries,
             "settings": {"max_new_tokens": 128},
             "environment": {
-                "dtype": "float32",
+                "dtype": dtype,
                 "device": "cpu",
                 "threads": 2,
                 "torch": "2.13.0",
@@ -150,7 +150,7 @@ def test_the_command_line_takes_figures_in(tmp_path: Path, capsys: pytest.Captur
     text = (heads / "README.md").read_text()
     assert "| task | 7 nodes | 15 nodes |" in text
     assert "| qa | 1.50 (1.20x) | 1.75 (1.45x) |" in text
-    assert "128 new tokens: float32, cpu, 2 threads" in text
+    assert "128 new tokens: float32 and bfloat16, cpu, 2 threads" in text
     assert "Not measured" not in text
     assert PeftConfig.from_pretrained(str(heads)).provenance["measured"]["table"] in text
     assert main(["card", str(heads), "--bench", *files, "--columns", "one"]) == 2

@@ -146,15 +146,15 @@ def test_what_is_free_is_still_asked_for_and_decides_nothing_about_the_rest() ->
         paying(controller, draft_seconds=0.6, right=False, rounds=1)
     assert budget.depth == [9]
     assert budget.nodes == 9
-    known = experience.acceptance, experience.gain, experience.draft_seconds
+    known = experience.acceptance, experience.gain, experience.draft_seconds, experience.drafting
     draft = chain([0.9] * 4)
     seen = controller.calibrator.observations
     controller.observe(draft, draft, Verdict([[0]], [[1, 2, 3, 4, 9]], [4]), 0.0, STAIRS[5])
-    assert (experience.acceptance, experience.gain, experience.draft_seconds) == known
+    assert (experience.acceptance, experience.gain, experience.draft_seconds, experience.drafting) == known
     assert controller.calibrator.observations > seen
 
 
-def gaining(often: int, rounds: int = 60) -> int:
+def gaining(often: int, rounds: int = 60, drafting: float = 0.06) -> int:
     """Rounds in which drafting is asked for, when every `often`th draft is good, and the others say they are not."""
     controller = Believing(measured({1: 1.0, **dict.fromkeys(range(2, 11), 1.7)}))
     asked = 0
@@ -167,7 +167,7 @@ def gaining(often: int, rounds: int = 60) -> int:
         assert verified.is_empty == (not good or budget.free_only)
         committed = [1, 2, 3, 4, 9] if good and not budget.free_only else [9]
         verdict = Verdict([[0]], [committed], [len(committed) - 1])
-        seconds = 0.0 if budget.free_only else 0.06
+        seconds = 0.0 if budget.free_only else drafting
         controller.observe(proposal, verified, verdict, seconds, 1.0 if verified.is_empty else 1.7)
     return asked
 
@@ -176,6 +176,15 @@ def test_a_few_good_drafts_pay_for_the_others() -> None:
     """Most drafts are not worth verifying, but cost little: what counts is what those that are verified bring."""
     assert gaining(often=3) == 60
     assert gaining(often=1000) < 30
+    assert gaining(often=1000, drafting=0.015) == 60, "what costs next to nothing is never given up"
+
+
+def test_what_is_promised_is_weighed_against_all_that_it_costs() -> None:
+    controller = Believing(measured({1: 1.0, 2: 1.5, 3: 1.7}))
+    draft = chain([0.9, 0.5])
+    controller.observe(draft, draft, Verdict([[0]], [[1, 9]], [1]), 0.1, 1.7)
+    assert controller.experience.gain == pytest.approx(0.1 * (0.9 + 0.45 - 0.1 - 0.7))
+    assert controller.experience.drafting == pytest.approx(0.1)
 
 
 def test_costly_drafts_that_hold_are_kept() -> None:

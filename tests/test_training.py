@@ -11,6 +11,7 @@ import torch
 from conftest import letter_tokenizer, prompt, run
 from safetensors.torch import load_file
 from test_exit import hidden_at_exit
+from transformers import Trainer
 
 import hf_specdec
 from hf_specdec.cli import main
@@ -405,6 +406,19 @@ def test_training_learns_saves_and_leaves_the_model_alone(prompts: Path, tmp_pat
     with hf_specdec.record() as stats:
         run(model, inputs, max_new_tokens=20, speculative_mode="medusa", speculative_config={"num_draft_tokens": 8})
     assert stats.mean_acceptance_length > 1.2
+
+
+def test_gradients_are_not_clipped(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their norm is above the trainer's usual limit at every step, and with it later heads learned markedly less."""
+    limits, train = [], Trainer.train
+
+    def watched(self: Trainer, **arguments: Any) -> Any:
+        limits.append(self.args.max_grad_norm)
+        return train(self, **arguments)
+
+    monkeypatch.setattr(Trainer, "train", watched)
+    _train(prompts, tmp_path / "heads")
+    assert limits == [0.0]
 
 
 def test_a_trained_exit_agrees_with_the_model_more_than_an_untrained_one(prompts: Path, tmp_path: Path) -> None:
