@@ -50,6 +50,21 @@ def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int, prompt_lo
     assert sum(rounds for _, rounds in counted) < 0.9 * sum(tokens for tokens, _ in counted)
 
 
+def test_look_ups_read_the_prompt_too() -> None:
+    """An answer that repeats a part of its prompt, in one round as far as the trees reach."""
+    model = model_with_heads("llama")
+    answers = Answers(
+        tokens=torch.tensor([21, 22, 23, 24, 25, 26]),
+        hidden=torch.zeros(6, 32),
+        label_tokens=torch.zeros(6, 1, dtype=torch.long),
+        label_probabilities=torch.ones(6, 1),
+        lengths=torch.tensor([6]),
+        prompts=[[3, 20, 21, 22, 23, 24, 25, 26, 4, 20]],
+    )
+    assert acceptance_along(find_heads(model), answers, 40, prompt_lookup=True) == [(5, 1)]
+    assert acceptance_along(find_heads(model), answers, 40)[0][1] > 1
+
+
 def test_accuracy_is_of_every_position() -> None:
     model = model_with_heads("llama", "independent")
     heads = find_heads(model)
