@@ -13,6 +13,7 @@ from .errors import AdapterError, ConfigurationError
 
 if TYPE_CHECKING:
     from .heads import MedusaConfig
+    from .training import Evaluation, ExitEvaluation
 
 
 def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
@@ -101,7 +102,8 @@ def _add_evaluate(commands: Any, formatter: type[argparse.HelpFormatter]) -> Non
         "evaluate-heads",
         help="count how far heads foresee a model's answers, and write it into their model card",
         description="Let the base model answer prompts greedily, once, and count along its answers how often each head "
-        "is right and how many tokens a forward brings with trees of several sizes. Speed is measured by `bench`.",
+        "is right and how many tokens a forward brings with trees of several sizes, or how often an exit is right, "
+        "trained and untrained. Speed is measured by `bench`.",
         formatter_class=formatter,
     )
     evaluate.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder of the heads")
@@ -110,7 +112,7 @@ def _add_evaluate(commands: Any, formatter: type[argparse.HelpFormatter]) -> Non
     )
     evaluate.add_argument("--base", metavar="MODEL", help="the base model (default: the one that the heads name)")
     evaluate.add_argument(
-        "--nodes", type=int, nargs="+", metavar="N", default=[2, 7, 15, 31, 63], help="drafted nodes of the trees"
+        "--nodes", type=int, nargs="+", metavar="N", help="drafted nodes of the trees (default: 2 7 15 31 63)"
     )
     evaluate.add_argument("--max-new-tokens", type=int, metavar="N", default=128, help="most tokens of an answer")
     evaluate.add_argument("--per-task", type=int, metavar="N", help="most prompts of a task (default: all)")
@@ -241,8 +243,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     import torch
 
     from .bench import load_model, load_tokenizer
-    from .heads.card import acceptance_table
-    from .training.evaluate import evaluate_heads
+    from .heads.card import evaluation_tables
+    from .training.evaluate import NODES, evaluate_exit, evaluate_heads
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -250,21 +252,24 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     base = _base_of(settings, arguments.base)
     model = load_model(base, "float32" if arguments.device == "cpu" else "bfloat16", arguments.device)
     model.load_adapter(str(arguments.adapter))
-    found = evaluate_heads(
-        model,
-        load_tokenizer(base),
-        arguments.data,
-        nodes=arguments.nodes,
-        max_new_tokens=arguments.max_new_tokens,
-        per_task=arguments.per_task,
-        batch_size=arguments.batch_size,
-    )
+    how = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "per_task": arguments.per_task,
+        "batch_size": arguments.batch_size,
+    }
+    found: Evaluation | ExitEvaluation
+    if settings.head_type == "exit":
+        if arguments.nodes is not None:
+            raise ConfigurationError("--nodes is of trees, which an exit does not draft. Leave it out.")
+        found = evaluate_exit(model, load_tokenizer(base), arguments.data, **how)
+    else:
+        found = evaluate_heads(model, load_tokenizer(base), arguments.data, nodes=arguments.nodes or NODES, **how)
     for number, head in enumerate(found.heads):
-        print(f"head {number}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
-    print("\nMean acceptance length of the heads alone:\n")
-    print(acceptance_table(found.to_dict()))
-    print("\nand where candidates from earlier in the text share the trees:\n")
-    print(acceptance_table(found.to_dict(), "acceptance_with_lookup"))
+        name = "exit" if settings.head_type == "exit" else f"head {number}"
+        print(f"{name}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
+    for title, table in evaluation_tables(found.to_dict()):
+        print(f"\n{title}:\n\n{table}")
+    print()
     _note(arguments.adapter, settings, arguments.repo, evaluation=found.to_dict())
     return 0
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from conftest import letter_tokenizer, model_with_heads, prompt, run
 from huggingface_hub import ModelCard
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, get_peft_model, inject_adapter_in_model
 
 import hf_specdec
 from hf_specdec.cli import main
 from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataError
-from hf_specdec.heads import MedusaConfig, find_heads
+from hf_specdec.heads import MedusaConfig, find_exit, find_heads
 from hf_specdec.testing import tiny_model
-from hf_specdec.training import evaluate_heads
+from hf_specdec.training import evaluate_exit, evaluate_heads
 from hf_specdec.training.data import Answers, DataSettings, answer, joined
 from hf_specdec.training.evaluate import acceptance_along, accuracy_along
+from hf_specdec.training.prompts import encode
 
 
 def said_by(model: Any, new_tokens: int) -> tuple[Answers, dict[str, torch.Tensor]]:
@@ -152,3 +153,70 @@ def test_the_command_line_writes_the_card(prompts: Path, tmp_path: Path, capsys:
     assert config.provenance["positions"] == 5
     assert list(config.provenance["evaluation"]["acceptance"]) == ["a", "b", "overall"]
     assert (heads / "adapter_model.safetensors").read_bytes() == before
+
+
+# ---------------------------------------------------------------- a trained exit
+
+
+def model_with_exit(**config: Any) -> Any:
+    model = tiny_model("llama")
+    inject_adapter_in_model(MedusaConfig(head_type="exit", exit_layer=2, **config), model)
+    return model
+
+
+@torch.no_grad()
+def test_an_exit_is_counted_at_every_token(prompts: Path) -> None:
+    model, tokenizer = model_with_exit(draft_vocab_size=40), letter_tokenizer()
+    exit_ = find_exit(model)
+    exit_.draft_from(torch.arange(5, 45))
+    for weight in exit_.weights.layer.parameters():
+        weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    found = evaluate_exit(model, tokenizer, prompts, max_new_tokens=24, batch_size=2, progress=False)
+    hits: dict[str, list[list[bool]]] = {"a": [[], []], "b": [[], []]}
+    within = []
+    for line in prompts.read_text().splitlines():
+        asked = json.loads(line)
+        ids = torch.tensor(encode(tokenizer, [[{"role": "user", "content": asked["prompt"]}]]))
+        length = ids.shape[1]
+        text = model.generate(ids, max_new_tokens=24, do_sample=False)
+        hidden = model(text[:, :-1], output_hidden_states=True).hidden_states[2]
+        own = model.lm_head(model.model.norm(hidden))[0, length - 1 :].argmax(-1)
+        scores = exit_.shared_logits(exit_.states(hidden, torch.ones(1, hidden.shape[1], dtype=torch.bool)))
+        best = 5 + scores[0, length - 1 :].topk(10).indices
+        said = text[0, length:]
+        hits[asked["task"]][0] += (own == said).tolist()
+        hits[asked["task"]][1] += (best[:, 0] == said).tolist()
+        within += (best == said[:, None]).any(1).tolist()
+    hits["overall"] = [[*hits["a"][way], *hits["b"][way]] for way in (0, 1)]
+    expected = {task: [sum(way) / len(way) for way in ways] for task, ways in hits.items()}
+    assert list(found.first_token) == ["a", "b", "overall"]
+    for task, ways in expected.items():
+        assert found.first_token[task] == pytest.approx(ways, abs=1e-3)
+    assert found.positions == len(within)
+    assert found.heads[0]["top10"] == pytest.approx(sum(within) / len(within), abs=1e-3)
+    assert found.heads[0]["top1"] == pytest.approx(expected["overall"][1], abs=1e-3)
+    assert 0.0 < found.heads[0]["top1"] < found.heads[0]["top10"] < 1.0
+    assert expected["overall"][0] != expected["overall"][1]
+
+
+def test_an_exit_needs_an_exit(prompts: Path) -> None:
+    with pytest.raises(AdapterError, match="no trained exit"):
+        evaluate_exit(model_with_heads(), letter_tokenizer(), prompts, progress=False)
+    with pytest.raises(ConfigurationError, match="at least"):
+        evaluate_exit(model_with_exit(), letter_tokenizer(), prompts, max_new_tokens=1)
+
+
+def test_the_command_line_evaluates_an_exit(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, folder = tmp_path / "base", tmp_path / "exit"
+    tiny_model("llama").save_pretrained(base)
+    letter_tokenizer().save_pretrained(base)
+    model = get_peft_model(tiny_model("llama"), MedusaConfig(head_type="exit", exit_layer=2))
+    model.save_pretrained(folder, save_embedding_layers=False)
+    arguments = ["evaluate-heads", str(folder), "--data", str(prompts), "--base", str(base), "--max-new-tokens", "12"]
+    assert main([*arguments, "--nodes", "2"]) == 2
+    assert "--nodes is of trees" in capsys.readouterr().err
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "exit: top-1 " in said
+    assert "| task | norm and LM head alone | trained |" in said
+    assert "| overall |" in ModelCard.load(folder / "README.md").text

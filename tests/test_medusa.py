@@ -55,11 +55,11 @@ def reference(model: Any, hidden: torch.Tensor, root: int, path: tuple[int, ...]
     embedding, output = model.get_input_embeddings().weight.double(), model.get_output_embeddings().weight.double()
     x = hidden.double()
     for head in range(len(path) + 1) if heads.is_sequential else [len(path)]:
-        update = weights[f"heads.{head}.layers.0.linear.weight"] @ x + weights[f"heads.{head}.layers.0.linear.bias"]
+        seen = x
         if heads.is_sequential:
             before = embedding[(root, *path)[head]]
-            before = before / before.square().mean().sqrt()
-            update = update + weights[f"heads.{head}.layers.0.embedding.weight"] @ before
+            seen = torch.cat([x, before / before.square().mean().sqrt()])
+        update = weights[f"heads.{head}.layers.0.linear.weight"] @ seen + weights[f"heads.{head}.layers.0.linear.bias"]
         x = x + update / (1 + (-update).exp())
     return (output @ x).softmax(-1)
 
@@ -68,8 +68,9 @@ def reference(model: Any, hidden: torch.Tensor, root: int, path: tuple[int, ...]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 9, 20])
-def test_the_tree_holds_the_likeliest_paths(model: Any, nodes: int) -> None:
+def test_the_tree_holds_the_likeliest_paths(model: Any, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against all paths of up to three of the ten best tokens, computed one by one."""
+    monkeypatch.setattr("hf_specdec.drafters.medusa._BEAM", nodes)
     hidden, root = torch.randn(32, generator=torch.Generator().manual_seed(1)), 17
     drafter = MedusaDrafter(find_heads(model), MedusaModeConfig())
     with torch.no_grad():
@@ -94,6 +95,20 @@ def test_the_tree_holds_the_likeliest_paths(model: Any, nodes: int) -> None:
             assert draft.confidence is not None
             expected = reached[path] / reached[path[:-1]]
             assert draft.confidence[0][node] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("nodes", "beam"), [(20, 5), (40, 10)])
+def test_a_level_goes_on_from_the_likeliest_nodes_alone(model: Any, nodes: int, beam: int) -> None:
+    """These heads are unsure, so that many nodes are about equally likely."""
+    hidden = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    drafter = MedusaDrafter(find_heads(model), MedusaModeConfig())
+    draft = drafter.propose(context_of(model, [[5, 17]], hidden[None]), budget(nodes, depth=2))
+    first = [node for node, parent in enumerate(draft.parents[0]) if parent == 0]
+    gone_on = {parent for parent in draft.parents[0] if parent > 0}
+    assert draft.confidence is not None
+    likeliest = sorted(first, key=lambda node: -draft.confidence[0][node])
+    assert gone_on <= set(likeliest[:beam])
+    assert len(gone_on) > 1
 
 
 def test_static_trees_hold_the_ranks_they_are_made_of(model: Any) -> None:

@@ -26,8 +26,8 @@ from ..heads.module import BoundHeads
 from .base import Drafter
 from .prompt_lookup import PromptLookupDrafter
 
-# most nodes of a row that a level goes on from
-_BEAM = 8
+# most nodes of a row that a level goes on from, and how many nodes of the whole tree are one of them
+_BEAM, _NODES_A_BEAM = 4, 4
 
 
 class MedusaDrafter(Drafter):
@@ -123,7 +123,8 @@ class MedusaDrafter(Drafter):
         reached = tree.reached
         likeliest = nlargest(budget.nodes, reached[1:])
         least = likeliest[-1] if len(likeliest) == budget.nodes else 0.0
-        return nlargest(_BEAM, [item for item in new if reached[item[0]] >= least], key=lambda item: reached[item[0]])
+        beam = max(_BEAM, budget.nodes // _NODES_A_BEAM)
+        return nlargest(beam, [item for item in new if reached[item[0]] >= least], key=lambda item: reached[item[0]])
 
     def _candidates(
         self,

@@ -60,25 +60,43 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
                 ("measured", None),
             )
         },
-        acceptance_table=acceptance_table,
+        evaluation_tables=evaluation_tables,
     )
 
 
-def acceptance_table(evaluation: dict[str, Any], of: str = "acceptance") -> str:
-    """Mean acceptance length per task and size of tree, as a card shows it.
+def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was counted per task, as a card shows it: titles and tables.
 
     Args:
-        evaluation: a `training.evaluate.Evaluation` as saved.
-        of: which of its counts.
+        evaluation: a `training.evaluate.Evaluation` or `ExitEvaluation` as saved.
     """
-    table = [
-        f"| task | {' | '.join(f'{nodes} nodes' for nodes in evaluation['nodes'])} |",
-        f"|---|{'---|' * len(evaluation['nodes'])}",
+    if "first_token" in evaluation:
+        title = "Part of the tokens that are foreseen, which is the acceptance of a draft's first one"
+        return [(title, _table(evaluation["first_token"], ["norm and LM head alone", "trained"]))]
+    sizes = [f"{nodes} nodes" for nodes in evaluation["nodes"]]
+    return [
+        (title, _table(evaluation[name], sizes))
+        for name, title in (
+            (
+                "acceptance",
+                "Mean acceptance length of the heads alone, tokens a forward of the base model, with trees of so many "
+                "drafted tokens",
+            ),
+            (
+                "acceptance_with_lookup",
+                "The same where candidates from earlier in the text share the trees, as they do in mode `medusa`",
+            ),
+        )
+        if name in evaluation
     ]
+
+
+def _table(per_task: dict[str, list[float]], names: list[str]) -> str:
+    rows = [f"| task | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     # JSON does not keep an order here: tasks by name, and what they come to last
-    for task, lengths in sorted(evaluation[of].items(), key=lambda item: (item[0] == "overall", item[0])):
-        table.append(f"| {task} | {' | '.join(f'{length:.2f}' for length in lengths)} |")
-    return "\n".join(table)
+    for task, values in sorted(per_task.items(), key=lambda item: (item[0] == "overall", item[0])):
+        rows.append(f"| {task} | {' | '.join(f'{value:.2f}' for value in values)} |")
+    return "\n".join(rows)
 
 
 def measured_by(reports: list[dict[str, Any]], names: list[str]) -> dict[str, str]:

@@ -37,7 +37,7 @@ class MedusaConfig(PeftConfig):
             cheaper to read than the model's LM head, which None shares.
 
     Other arguments:
-        dtype: of the heads' weights; None takes the model's.
+        dtype: of the heads' weights; None takes the model's, but float32 for half precision on a CPU.
 
     Filled in when the heads are made:
         hidden_size, vocab_size: of the base model.
@@ -56,7 +56,12 @@ class MedusaConfig(PeftConfig):
     exit_layer: int | None = field(default=None, metadata={"help": "Layers of the base model below a trained exit."})
     own_lm_head: bool = field(default=False, metadata={"help": "Whether the heads have output layers of their own."})
     output_rank: int | None = field(default=None, metadata={"help": "Rank of an output layer that the heads share."})
-    dtype: str | None = field(default=None, metadata={"help": "dtype of the weights; None takes the base model's."})
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "dtype of the weights; None takes the base model's, but float32 for half precision on a CPU."
+        },
+    )
     hidden_size: int | None = field(default=None, metadata={"help": "Hidden size of the base model."})
     vocab_size: int | None = field(default=None, metadata={"help": "Vocabulary of the base model."})
     base_probe: list[float] | None = field(default=None, metadata={"help": "A few weights of the base model."})

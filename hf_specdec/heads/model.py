@@ -291,7 +291,11 @@ def _new_heads(config: MedusaConfig, model: Any) -> Any:
 
 
 def _dtype(config: MedusaConfig, model: Any) -> torch.dtype:
-    return model.dtype if config.dtype is None else getattr(torch, config.dtype)
+    if config.dtype is not None:
+        return getattr(torch, config.dtype)
+    # a CPU multiplies a few rows of half precision at half the pace, or less
+    on_cpu = model.device.type == "cpu"
+    return torch.float32 if on_cpu and model.dtype in (torch.float16, torch.bfloat16) else model.dtype
 
 
 # ---------------------------------------------------------------- loading, checked

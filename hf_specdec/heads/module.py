@@ -15,35 +15,50 @@ from torch.nn import functional
 from ..errors import AdapterError
 from .config import MedusaConfig
 
+# most rows that `linear` multiplies from the left
+_FEW_ROWS = 8
+
+
+def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`functional.linear` of `states [k, d]`. For a few rows on a CPU in another order, in half the time there."""
+    few = states.dim() == 2 and 1 < len(states) <= _FEW_ROWS
+    if not few or states.device.type != "cpu" or states.dtype is not torch.float32:
+        return functional.linear(states, weight, bias)
+    return (weight @ states.T if bias is None else torch.addmm(bias[:, None], weight, states.T)).T
+
+
+class Linear(nn.Linear):
+    """A linear layer that is quick on a few rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(W x + V e + b)`. Starts as the identity.
+    """`x + SiLU(W x + b)`. Starts as the identity.
 
-    V is there only in sequential heads, where e is the embedding of the token drafted before, scaled to a mean square
-    of one.
+    The first block of a sequential head applies W to `[x, e]`, where e is the embedding of the token drafted before,
+    scaled to a mean square of one.
     """
 
-    def __init__(self, hidden_size: int, embedding_size: int | None = None) -> None:
+    def __init__(self, hidden_size: int, embedding_size: int = 0) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        self.embedding = None if embedding_size is None else nn.Linear(embedding_size, hidden_size, bias=False)
+        self.linear = Linear(hidden_size + embedding_size, hidden_size)
         for weight in self.parameters():
             nn.init.zeros_(weight)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
-        update = self.linear(hidden)
-        if self.embedding is not None:
-            update = update + self.embedding(embedded)
-        return hidden + functional.silu(update)
+        seen = hidden if embedded is None else torch.cat([hidden, embedded], dim=-1)
+        return hidden + functional.silu(self.linear(seen))
 
 
 class Head(nn.Module):
     """Residual blocks one after the other; the first of a sequential head sees the drafted token."""
 
-    def __init__(self, hidden_size: int, num_layers: int, embedding_size: int | None = None) -> None:
+    def __init__(self, hidden_size: int, num_layers: int, embedding_size: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            ResidualBlock(hidden_size, embedding_size if layer == 0 else None) for layer in range(num_layers)
+            ResidualBlock(hidden_size, embedding_size if layer == 0 else 0) for layer in range(num_layers)
         )
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,8 +80,8 @@ class LowRankOutput(nn.Module):
 
     def __init__(self, hidden_size: int, rank: int, drafted: int) -> None:
         super().__init__()
-        self.down = nn.Linear(hidden_size, rank, bias=False)
-        self.up = nn.Linear(rank, drafted, bias=False)
+        self.down = Linear(hidden_size, rank, bias=False)
+        self.up = Linear(rank, drafted, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return self.up(self.down(states))
@@ -96,13 +111,13 @@ class MedusaHeads(nn.Module):
 
     def __init__(self, config: MedusaConfig, hidden_size: int, embedding_size: int, vocab_size: int) -> None:
         super().__init__()
-        sees = embedding_size if config.head_type == "sequential" else None
+        sees = embedding_size if config.head_type == "sequential" else 0
         drafted = config.draft_vocab_size or vocab_size
         count = 1 if config.tied_heads else config.num_heads
         self.heads = nn.ModuleList(Head(hidden_size, config.num_layers, sees) for _ in range(count))
         self.lm_heads: nn.ModuleList | None = None
         if config.own_lm_head:
-            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, drafted, bias=False) for _ in range(config.num_heads))
+            self.lm_heads = nn.ModuleList(Linear(hidden_size, drafted, bias=False) for _ in range(config.num_heads))
         self.output = new_output(config, hidden_size, vocab_size)
         # [V_d]: the token that each output of the heads stands for
         self.register_buffer("token_map", torch.arange(drafted) if config.draft_vocab_size is not None else None)
@@ -196,7 +211,7 @@ class SharedOutput:
         if self.token_map is None:
             return output(states.to(self.model.dtype)).float()
         weight, bias = self.draft_weight()
-        return functional.linear(states, weight, bias).float()
+        return linear(states, weight, bias).float()
 
     def draft_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows `[V_d, d]` of the shared LM head that can be drafted, and their biases. Copied once."""
