@@ -361,6 +361,11 @@ def _shape(tensors: dict[str, torch.Tensor]) -> None:
     tensors[key] = tensors[key][:, :-1].contiguous()
 
 
+def _whole(tensors: dict[str, torch.Tensor]) -> None:
+    key = _key(tensors, "heads.0.layers.0.linear.weight")
+    tensors[key] = tensors[key].to(torch.int8)
+
+
 def _map(values: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         key = _key(tensors, "token_map")
@@ -385,6 +390,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unexpected tensor": (_tensors(_unexpected), r"heads\.7\.layers"),
     "a weight of the base model": (_tensors(_base_weight), r"norm\.weight"),
     "a wrong shape": (_tensors(_shape), r"heads\.0\.layers\.0\.linear\.weight"),
+    "whole numbers": (_tensors(_whole), r"no floating-point numbers.*heads\.0\.layers\.0\.linear\.weight"),
     "a map beyond the vocabulary": (_map(lambda tokens: tokens + 97), "token_map.*97"),
     "a negative map": (_map(lambda tokens: tokens - 98), "token_map"),
     "a map with a token twice": (_map(lambda tokens: torch.zeros_like(tokens)), "token_map.*twice"),

@@ -76,9 +76,19 @@ def check_shapes(shapes: dict[str, tuple[int, ...]], heads: nn.Module, adapter_n
         raise AdapterError(f"The heads {adapter_name!r} do not hold what their config says: {'; '.join(problems)}.")
 
 
+def check_floating(floating: dict[str, bool], adapter_name: str) -> None:
+    """Raise `AdapterError` unless these tensors but the map hold floating-point numbers."""
+    odd = [key for key, is_floating in floating.items() if key != "token_map" and not is_floating]
+    if odd:
+        raise AdapterError(
+            f"The heads {adapter_name!r} hold weights that are no floating-point numbers (quantized?): {_some(odd)}."
+        )
+
+
 def check_tensors(loaded: dict[str, torch.Tensor], heads: nn.Module, config: MedusaConfig, adapter_name: str) -> None:
     """Raise `AdapterError` unless these are the tensors of such heads, by name, shape and value."""
     check_shapes({key: tuple(tensor.shape) for key, tensor in loaded.items()}, heads, adapter_name)
+    check_floating({key: tensor.is_floating_point() for key, tensor in loaded.items()}, adapter_name)
     check_finite(loaded, adapter_name)
     if "token_map" in loaded:
         _check_token_map(loaded["token_map"], lm_vocabulary=config.vocab_size or 0, adapter_name=adapter_name)

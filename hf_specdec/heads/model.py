@@ -31,7 +31,7 @@ from transformers.utils.hub import DownloadKwargs
 
 from ..errors import AdapterError
 from .card import model_card
-from .checks import base_probe, check_base, check_finite, check_shapes, check_tensors
+from .checks import base_probe, check_base, check_finite, check_floating, check_shapes, check_tensors
 from .config import MedusaConfig
 from .exit import BoundExit, TrainedExit
 from .module import BoundHeads, MedusaHeads, lm_head_shape, start_outputs
@@ -377,12 +377,15 @@ def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], ad
     try:
         file = cached_file(str(source), SAFETENSORS_WEIGHTS_NAME, **download)
         with safe_open(file, "pt") as opened:
-            shapes = {_own_name(key): tuple(opened.get_slice(key).get_shape()) for key in list(opened.keys())}
+            slices = {_own_name(key): opened.get_slice(key) for key in list(opened.keys())}
     except (SafetensorError, OSError) as error:
         raise AdapterError(
             f"The heads {adapter_name!r} could not be loaded: {type(error).__name__}: {error}"
         ) from error
-    check_shapes(shapes, heads, adapter_name)
+    check_shapes({key: tuple(tensor.get_shape()) for key, tensor in slices.items()}, heads, adapter_name)
+    # as safetensors calls them: F32, BF16, F8_E4M3 and so on
+    floating = {key: tensor.get_dtype().startswith(("F", "BF")) for key, tensor in slices.items()}
+    check_floating(floating, adapter_name)
 
 
 def _is_ours(config_file: str) -> bool:
