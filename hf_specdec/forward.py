@@ -16,6 +16,7 @@ import torch
 from . import cache as kv
 from . import tree
 from .compat import CACHE_KEY
+from .few_rows import quick_on_few_rows
 from .halves import Halves, Handover, watch
 from .structure import DENSE_MASKS, MaskKind, Support
 
@@ -59,6 +60,7 @@ class CachedModel:
         next_position: Sequence[int],
     ) -> None:
         self.model = model
+        self._on_few_rows = quick_on_few_rows(model)
         self.support = support
         self.cache = cache
         self.valid = padding
@@ -113,10 +115,10 @@ class CachedModel:
             self.abandon()
         self._width = max(len(row) for row in tokens)
         if self.tap is None:
-            return self.model(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
+            return self._on_few_rows(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
         seen: dict[int, Handover] = {}
         with watch(self.model, [self.tap], None, seen):
-            output = self.model(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
+            output = self._on_few_rows(**self._inputs(tokens, parents), **model_kwargs, return_dict=True)
         self.tapped = seen[self.tap].hidden
         return output
 

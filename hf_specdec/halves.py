@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from .errors import UnsupportedModelError
+from .few_rows import quick_on_few_rows
+from .shells import shell
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Halves:
         self.below_headless = self.below.base_model
         upper = [_Inject(layer, self._handover) for layer in layers[:exit_layer]]
         # the layers from E on, final norm and LM head, on hidden states that are `given`
-        self.above = _with_layers(model, path, [*upper, *layers[exit_layer:]])
+        self.above = quick_on_few_rows(_with_layers(model, path, [*upper, *layers[exit_layer:]]))
         config = model.config.get_text_config(decoder=True)
         self.quiet = {
             name: False for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)
@@ -197,21 +199,10 @@ def head_logits(model: Any, handover: Handover) -> torch.Tensor:
 
 def _with_layers(model: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
     """The model with other layers: its shells are copied, everything else is shared."""
-    outer = at = _shell(model)
+    outer = at = shell(model)
     for name in path[:-1]:
-        inner = _shell(at._modules[name])
+        inner = shell(at._modules[name])
         at._modules[name] = inner
         at = inner
     at._modules[path[-1]] = nn.ModuleList(layers)
     return outer
-
-
-def _shell(module: Any) -> Any:
-    """A copy of a module whose submodules can be exchanged without the original's noticing."""
-    shell: Any = object.__new__(type(module))
-    shell.__dict__.update(module.__dict__)
-    shell.__dict__["_modules"] = dict(module._modules)
-    shell.__dict__.pop("forward", None)  # one put on the object is bound to the original, layers and all
-    # transformers hooks a model at the first request for its hidden states; these layers are not the shell's to hook
-    shell.__dict__["_output_capturing_hooks_installed"] = True
-    return shell

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec.errors import AdapterError, InvalidSettingError
 from hf_specdec.heads import MedusaConfig, find_exit, find_heads, has_exit
-from hf_specdec.heads.module import Linear
 from hf_specdec.testing import tiny_model
 
 # every kind of weights that an adapter may hold
@@ -236,19 +235,6 @@ def test_a_config_can_ask_for_half_precision(base: Any, tmp_path: Path) -> None:
     get_peft_model(tiny_model("llama"), config).save_pretrained(tmp_path)
     base.load_adapter(str(tmp_path))
     assert find_heads(base).heads.dtype == torch.bfloat16
-
-
-def test_a_linear_layer_is_the_same_for_few_rows_and_many() -> None:
-    for bias in (True, False):
-        layer = Linear(24, 40, bias=bias)
-        states = torch.randn(20, 24)
-        expected = functional.linear(states, layer.weight, layer.bias)
-        for rows in (1, 2, 5, 8, 9, 20):
-            torch.testing.assert_close(layer(states[:rows]), expected[:rows])
-        torch.testing.assert_close(layer(states[:6].reshape(2, 3, 24)), expected[:6].reshape(2, 3, 40))
-        torch.testing.assert_close(
-            layer(states[:3].requires_grad_()).sum(), functional.linear(states[:3], layer.weight, layer.bias).sum()
-        )
 
 
 def test_trainable_heads_are_float32_and_alone_in_it(base_folder: Path) -> None:

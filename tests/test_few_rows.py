@@ -1,0 +1,115 @@
+"""Linear layers that are quick on a few rows: the same products, and the model is not touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same, assert_unchanged, prompt, run, snapshot
+from torch import nn
+from torch.nn import functional
+
+from hf_specdec import few_rows
+from hf_specdec.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows
+from hf_specdec.testing import tiny_model
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_is_the_same_for_few_rows_and_many(bias: bool) -> None:
+    layer = Linear(24, 40, bias=bias)
+    for shape in ((1,), (2,), (5,), (FEW_ROWS,), (FEW_ROWS + 1,), (1, 1), (1, 4), (3, 5), (2, 2, 2)):
+        states = torch.randn(*shape, 24)
+        found = layer(states)
+        torch.testing.assert_close(found, functional.linear(states, layer.weight, layer.bias))
+        assert found.is_contiguous()
+
+
+def test_gradients_flow_through_few_rows() -> None:
+    layer, states = Linear(6, 3), torch.randn(4, 6, requires_grad=True)
+    layer(states).square().sum().backward()
+    found = [states.grad, layer.weight.grad, layer.bias.grad]
+    states.grad = layer.weight.grad = layer.bias.grad = None
+    functional.linear(states, layer.weight, layer.bias).square().sum().backward()
+    for one, other in zip(found, [states.grad, layer.weight.grad, layer.bias.grad], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every product of a few."""
+    seen: list[int] = []
+
+    def noting(states: torch.Tensor, *weights: Any) -> torch.Tensor:
+        rows = states.numel() // states.shape[-1]
+        if 1 < rows <= FEW_ROWS:
+            seen.append(rows)
+        return linear(states, *weights)
+
+    monkeypatch.setattr(few_rows, "linear", noting)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_a_quick_model_is_the_model(name: str, few: list[int]) -> None:
+    model = tiny_model(name)
+    before = snapshot(model)
+    quick = quick_on_few_rows(model)
+    assert quick is not model
+    assert isinstance(quick, type(model))
+    for shape in ((1, 1), (1, 4), (3, 5), (2, 20)):
+        ids = torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            torch.testing.assert_close(quick(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    assert set(few) == {4, 15}
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert_unchanged(model, before)
+    with torch.no_grad():  # weights are shared
+        model.get_output_embeddings().weight.zero_()
+        assert not quick(input_ids=ids).logits.any()
+
+
+def test_what_has_nothing_to_gain_stays() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        model = tiny_model("llama", dtype=dtype)
+        assert quick_on_few_rows(model) is model
+    gpt2 = tiny_model("gpt2")  # its layers are no linear ones, but for the LM head
+    changed = [name for name, module in quick_on_few_rows(gpt2).named_modules() if type(module) is Linear]
+    assert changed == ["lm_head"]
+
+
+def test_a_forward_of_its_own_is_kept() -> None:
+    """As accelerate puts one on a module that it moves between devices."""
+    model, calls = tiny_model("llama"), []
+    inner = model.model.layers[0].mlp
+    original = inner.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    inner.forward = watched
+    quick = quick_on_few_rows(model)
+    quick(input_ids=torch.tensor([[5, 6, 7]]))
+    assert calls == [1]
+    assert quick.model.layers[0].mlp is inner
+    assert type(quick.model.layers[1].mlp.up_proj) is Linear
+
+
+def test_hooks_run() -> None:
+    model, seen = tiny_model("llama"), []
+    quick = quick_on_few_rows(model)
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: seen.append("layer"))
+    model.model.layers[1].register_forward_hook(lambda *_: seen.append("block"))
+    quick(input_ids=torch.tensor([[5, 6, 7]]))
+    assert seen == ["layer", "block"]
+
+
+@pytest.mark.parametrize("mode", ["prompt_lookup", "early_exit"])
+def test_verification_is_quick(mode: str, few: list[int]) -> None:
+    model, inputs = tiny_model("llama"), prompt(repeat=True)
+    run(model, inputs, max_new_tokens=20)
+    assert not few
+    config: dict[str, Any] = {"num_draft_tokens": 3, **({"exit_layer": 2} if mode == "early_exit" else {})}
+    assert_same(model, inputs, {"speculative_mode": mode, "speculative_config": config}, max_new_tokens=20)
+    assert few
