@@ -76,6 +76,25 @@ def test_an_untrained_exit_is_the_hidden_state_under_a_norm() -> None:
         torch.testing.assert_close(exit_.states(hidden, torch.ones(1, 3, dtype=torch.bool)), normed)
 
 
+def test_nothing_is_read_while_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    exit_ = find_exit(with_exit())
+    reader, read = ExitReader(exit_, rows=1), []
+    original = type(exit_.weights.layer).keys_and_values
+
+    def noting(layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        read.append(hidden.shape[1])
+        return original(layer, hidden, positions)
+
+    monkeypatch.setattr(type(exit_.weights.layer), "keys_and_values", noting)
+    for count in (5, 1, 2):
+        reader.commit(0, torch.randn(count, 32))
+        reader.start_drafting()
+    assert (read, reader.length(0)) == ([], 8)
+    with torch.no_grad():
+        reader.draft([0], torch.randn(1, 32))
+    assert (read, reader.length(0)) == ([8, 1], 9)
+
+
 class Watching(EarlyExitDrafter):
     """Checks that what the exit has read is what the model computes for the committed text."""
 
@@ -92,6 +111,7 @@ class Watching(EarlyExitDrafter):
             positions = torch.arange(len(text) - 1)[None]
             with torch.no_grad():
                 keys, values = self.trained.weights.layer.keys_and_values(expected, positions)
+                self._reader._read(row)
             torch.testing.assert_close(self._reader._keys[row], keys, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(self._reader._values[row], values, rtol=1e-3, atol=1e-4)
             type(self).checked += 1

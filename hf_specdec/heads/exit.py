@@ -164,22 +164,24 @@ class ExitReader:
         self._keys: list[torch.Tensor | None] = [None] * rows  # per row [1, h, T, c]
         self._values: list[torch.Tensor | None] = [None] * rows
         self._committed = [0] * rows
+        # hidden states [n, d] of what was committed since: reading costs nothing while nothing is drafted
+        self._unread: list[list[torch.Tensor]] = [[] for _ in range(rows)]
 
     def length(self, row: int) -> int:
-        """Tokens of a row that were read, drafts included."""
+        """Tokens of a row, drafts included."""
         keys = self._keys[row]
-        return 0 if keys is None else keys.shape[2]
+        return (0 if keys is None else keys.shape[2]) + sum(map(len, self._unread[row]))
 
     def commit(self, row: int, hidden: torch.Tensor) -> None:
-        """Forget the drafts of a row, and read these committed tokens, hidden states at the exit `[n, d]`."""
+        """Forget the drafts of a row, and go on with these committed tokens, hidden states at the exit `[n, d]`."""
         self._forget_drafts(row)
-        self._append(row, hidden)
-        self._committed[row] = self.length(row)
+        self._unread[row].append(hidden)
 
     def draft(self, rows: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
         """Read one drafted token in each of these rows, `hidden [k, d]`: scores `[k, V_d]` of what follows it."""
         layer, states = self.exit.weights.layer, []
         for row, state in zip(rows, hidden.to(self.exit.weights.dtype), strict=True):
+            self._read(row)
             position = torch.tensor([[self.length(row)]], device=hidden.device)
             self._append(row, state[None])
             keys, values = self._keys[row], self._values[row]
@@ -192,6 +194,14 @@ class ExitReader:
         """Forget what was drafted before and not committed."""
         for row in range(len(self._keys)):
             self._forget_drafts(row)
+
+    def _read(self, row: int) -> None:
+        """Read what was committed."""
+        if self._unread[row]:
+            unread = torch.cat(self._unread[row])
+            self._unread[row] = []
+            self._append(row, unread)
+            self._committed[row] = self.length(row)
 
     def _append(self, row: int, hidden: torch.Tensor) -> None:
         start = self.length(row)
