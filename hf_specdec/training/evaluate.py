@@ -36,15 +36,23 @@ _POSITIONS = 1024
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What was counted; part of an adapter's provenance."""
-
+class _Counted:
     data: str
     prompts: int
     positions: int
     max_new_tokens: int
-    # of every head: {"loss": ..., "top1": ..., "top10": ...}
+    # of every head, or of the exit alone: {"loss": ..., "top1": ..., "top10": ...}
     heads: list[dict[str, float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is saved."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Evaluation(_Counted):
+    """What was counted of heads; part of an adapter's provenance."""
+
     # drafted nodes of the trees that were tried
     nodes: list[int]
     # task -> mean acceptance length with each of them: tokens a forward of the base model
@@ -52,9 +60,14 @@ class Evaluation:
     # the same where what the text said before shares the trees, as it does in mode `medusa`
     acceptance_with_lookup: dict[str, list[float]]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As it is saved."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class ExitEvaluation(_Counted):
+    """What was counted of a trained exit; part of an adapter's provenance."""
+
+    # task -> part of the tokens that the exit foresees, a draft's first one: [with the model's own norm and LM head,
+    # trained]
+    first_token: dict[str, list[float]]
 
 
 def evaluate_heads(
@@ -112,25 +125,6 @@ def evaluate_heads(
         acceptance=acceptance(prompt_lookup=False),
         acceptance_with_lookup=acceptance(prompt_lookup=True),
     )
-
-
-@dataclass(frozen=True)
-class ExitEvaluation:
-    """What was counted of a trained exit; part of an adapter's provenance."""
-
-    data: str
-    prompts: int
-    positions: int
-    max_new_tokens: int
-    # of the exit, in a list of one: {"loss": ..., "top1": ..., "top10": ...}
-    heads: list[dict[str, float]]
-    # task -> part of the tokens that the exit foresees, a draft's first one: [with the model's own norm and LM head,
-    # trained]
-    first_token: dict[str, list[float]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it is saved."""
-        return asdict(self)
 
 
 def evaluate_exit(
