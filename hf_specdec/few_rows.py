@@ -3,8 +3,8 @@
 Verification multiplies every weight of a model with the states of a few tokens. Reading a weight from memory takes
 longest there, so that two to eight tokens should cost little more than one. But BLAS libraries are made for large
 products: `states @ weight.T` with 2 to 16 rows in float32 takes 1.6 to 1.9 times as long as with one, where the same
-product from the left, `weight @ states.T`, takes 1.0 times as long up to 5 rows, and 1.6 times at 16. Sums come in another order, so the last bits differ,
-as they do between one row and several anyway.
+product from the left, `weight @ states.T`, takes 1.0 times as long up to 5 rows, and 1.6 times at 16. Sums come in
+another order, so the last bits differ, as they do between one row and several anyway.
 """
 
 from __future__ import annotations
