@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hf_specdec import few_rows
 from hf_specdec.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows
+from hf_specdec.halves import Halves
 from hf_specdec.testing import tiny_model
 
 
@@ -113,3 +114,11 @@ def test_verification_is_quick(mode: str, few: list[int]) -> None:
     config: dict[str, Any] = {"num_draft_tokens": 3, **({"exit_layer": 2} if mode == "early_exit" else {})}
     assert_same(model, inputs, {"speculative_mode": mode, "speculative_config": config}, max_new_tokens=20)
     assert few
+
+
+def test_the_layers_above_an_exit_are_quick() -> None:
+    model = tiny_model("llama")
+    above = Halves(model, exit_layer=2).above
+    layers = [module for module in above.modules() if isinstance(module, nn.Linear)]
+    assert layers
+    assert {type(layer) for layer in layers} == {Linear}
