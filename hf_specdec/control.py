@@ -23,7 +23,7 @@ from .draft import Budget, Draft, Verdict
 
 # Cost of a forward over n tokens relative to one token, until it has been measured (tokens of all rows)
 _PRIOR_COST = {
-    "cpu": [(1, 1.0), (2, 1.15), (3, 1.25), (4, 1.45), (6, 1.6), (8, 1.85), (16, 2.2), (32, 2.9), (64, 4.5)],
+    "cpu": [(1, 1.0), (2, 1.0), (4, 1.1), (5, 1.25), (6, 1.4), (8, 1.55), (16, 1.9), (32, 2.6), (64, 4.2)],
     "accelerator": [(1, 1.0), (8, 1.03), (16, 1.06), (32, 1.12), (64, 1.25), (128, 1.6), (256, 2.5)],
 }
 # Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
