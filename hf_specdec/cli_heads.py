@@ -35,13 +35,14 @@ def _add_train(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
     )
     train.add_argument("--base", required=True, metavar="MODEL", help="base model: a local folder or a Hub id")
     train.add_argument("--base-name", metavar="ID", help="name of the base model to note in the adapter")
+    train.add_argument("--note", metavar="TEXT", help="what else the model card should say of the training")
     train.add_argument(
         "--data",
         required=True,
         nargs="+",
         metavar="DATA",
-        help='prompts: JSON Lines files with "prompt", "messages", "conversations", "turns", "instruction" or "text", '
-        "or data sets (a folder, or an id on the Hub)",
+        help='prompts: JSON Lines files with "messages", "conversations", "prompt", "turns", "question", "instruction" '
+        'or "text", or data sets (a folder, or an id on the Hub)',
     )
     train.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to save the adapter")
     train.add_argument("--cache", type=Path, metavar="DIR", help="where to keep the answers (default: in the output)")
@@ -118,7 +119,7 @@ def _add_evaluate(commands: Any, formatter: type[argparse.HelpFormatter]) -> Non
     evaluate.add_argument("--per-task", type=int, metavar="N", help="most prompts of a task (default: all)")
     evaluate.add_argument("--batch-size", type=int, metavar="N", default=10, help="prompts answered at once")
     evaluate.add_argument("--repo", metavar="NAME/HEADS", help="the repository that the card's example loads from")
-    evaluate.add_argument("--device", metavar="DEVICE", default="cpu", help="where to run")
+    evaluate.add_argument("--device", metavar="DEVICE", help="where to run (default: cuda if there is one, else cpu)")
     evaluate.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     evaluate.set_defaults(run=_evaluate)
 
@@ -213,9 +214,10 @@ def _train(arguments: argparse.Namespace) -> int:
         settings,
         cache=arguments.cache,
         base_name=arguments.base_name,
+        note=arguments.note,
         command=f"hf-specdec {shlex.join(sys.argv[1:])}",
     )
-    for number, head in enumerate(report.heads):
+    for number, head in enumerate(report.heads, start=1):
         name = "exit" if arguments.kind == "exit" else f"head {number}"
         print(f"{name}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
     print(f"on {report.held_out_positions} held-out positions")
@@ -232,9 +234,10 @@ def _card(arguments: argparse.Namespace) -> int:
     settings = _settings_of(str(arguments.adapter))
     try:
         reports = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.bench]
-        measured = measured_by(reports, columns)
+        mode = "early_exit" if settings.head_type == "exit" else "medusa"
+        measured = measured_by(reports, columns, mode)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"That is no report of `bench --json`: {error!r}") from error
+        raise ConfigurationError(f"That is no report of `bench --json` on these heads: {error!r}") from error
     _note(arguments.adapter, settings, arguments.repo, measured=measured)
     return 0
 
@@ -250,7 +253,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(arguments.threads)
     settings = _settings_of(str(arguments.adapter))
     base = _base_of(settings, arguments.base)
-    model = load_model(base, "float32" if arguments.device == "cpu" else "bfloat16", arguments.device)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(base, "float32" if device == "cpu" else "bfloat16", device)
     model.load_adapter(str(arguments.adapter))
     how = {
         "max_new_tokens": arguments.max_new_tokens,
@@ -264,7 +268,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         found = evaluate_exit(model, load_tokenizer(base), arguments.data, **how)
     else:
         found = evaluate_heads(model, load_tokenizer(base), arguments.data, nodes=arguments.nodes or NODES, **how)
-    for number, head in enumerate(found.heads):
+    for number, head in enumerate(found.heads, start=1):
         name = "exit" if settings.head_type == "exit" else f"head {number}"
         print(f"{name}: top-1 {head['top1']:.3f}, top-10 {head['top10']:.3f}")
     for title, table in evaluation_tables(found.to_dict()):
@@ -275,13 +279,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _note(adapter: Path, settings: MedusaConfig, repo: str | None, **found: Any) -> None:
-    """Put findings into an adapter's provenance, and make its card anew."""
-    from .heads.card import model_card
+    """Put findings into an adapter's provenance, and make its card anew unless somebody wrote it."""
+    from .heads.card import save_card
 
     settings.provenance = {**(settings.provenance or {}), **found}
     settings.save_pretrained(str(adapter))
-    model_card(settings, repo).save(adapter / "README.md")
-    print(f"Saved to {adapter / 'README.md'}")
+    path = adapter / "README.md"
+    if save_card(settings, path, repo):
+        print(f"Saved to {path}")
+    else:
+        print(f"Saved to {adapter / 'adapter_config.json'}; {path} was not made by hf-specdec and stays as it is.")
 
 
 def _base_of(settings: MedusaConfig, given: str | None) -> str:
@@ -307,7 +314,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     if arguments.to == "peft":
         config = convert(arguments.source, arguments.output, arguments.base)
-        print(f"{config.num_heads} heads of {config.num_layers} layers for {config.base_model_name_or_path}")
+        base_name = config.base_model_name_or_path or "a model that is not named (give --base)"
+        print(f"{config.num_heads} heads of {config.num_layers} layers for {base_name}")
         print(f"Saved to {arguments.output}; load them with model.load_adapter({str(arguments.output)!r})")
         return 0
     from .bench import load_model

@@ -19,7 +19,7 @@
     ├── AnalysisError (ValueError)              a formula was asked outside its domain
     └── ModelWheelError                         the demo's model is not installed
 
-All of them but `DraftError` are raised before the model runs.
+All of them but `DraftError` and `TrainingDataError` are raised before the model runs.
 """
 
 from __future__ import annotations

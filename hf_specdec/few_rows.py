@@ -2,15 +2,18 @@
 
 Verification multiplies every weight of a model with the states of a few tokens. Reading a weight from memory takes
 longest there, so that two to eight tokens should cost little more than one. But BLAS libraries are made for large
-products: `states @ weight.T` with 2 to 16 rows in float32 takes up to twice as long as with one, where the same product
-from the left, `weight @ states.T`, takes no longer up to 5 rows. A single row goes to `gemv`, which can take twice as
-long as a product with two. And some numbers of rows have better kernels than others, so rows are filled up to the next
-of those. Sums come in another order, so the last bits differ, as they do between one row and several anyway.
+products: `states @ weight.T` with 2 to 16 rows in float32 can take twice as long as with one, where the same product
+from the left, `weight @ states.T`, takes no longer up to 5 rows; a single row goes to `gemv`, which can take twice as
+long as two; and some numbers of rows have better kernels than others, so that filling up to one of those pays.
+Libraries and machines differ, so what is quickest here is measured on first use. Sums come in another order, so the
+last bits differ, as they do between one row and several anyway.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,9 +22,13 @@ from torch.nn import functional
 
 from .shells import shell
 
-# numbers of rows that are multiplied from the left; others in between are filled up with zeros
+# numbers of rows that are tried from the left; others are filled up to one of them with zeros
 _QUICK = (2, 4, 5, 6, 8, 16)
 FEW_ROWS = _QUICK[-1]
+# the weight that is multiplied to measure, larger than what nearby caches hold, and how often; the best time counts
+_TRIED_WEIGHT, _TRIES = (8192, 1024), 3
+# part of the straight product's time that a product from the left may take to be preferred
+_PREFERRED = 0.95
 
 
 def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,9 +36,41 @@ def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     rows = states.numel() // states.shape[-1]
     if not 0 < rows <= FEW_ROWS or states.device.type != "cpu" or states.dtype is not torch.float32:
         return functional.linear(states, weight, bias)
-    filled = functional.pad(states.reshape(rows, -1), (0, 0, 0, _QUICK[bisect_left(_QUICK, rows)] - rows))
-    product = weight @ filled.T if bias is None else torch.addmm(bias[:, None], weight, filled.T)
+    filled = quickest(torch.get_num_threads())[rows]
+    if not filled:
+        return functional.linear(states, weight, bias)
+    columns = functional.pad(states.reshape(rows, -1), (0, 0, 0, filled - rows)).T
+    product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return product.T[:rows].contiguous().view(*states.shape[:-1], -1)
+
+
+@cache
+def quickest(threads: int) -> tuple[int, ...]:
+    """For 0 to 16 rows, how many to fill up to for a product from the left; 0 where the straight one is as quick.
+
+    Measured in about 0.2 seconds, once for each number of threads that torch uses.
+    """
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        weight = torch.full(_TRIED_WEIGHT, 0.5, dtype=torch.float32, device="cpu")
+        states = torch.full((FEW_ROWS, _TRIED_WEIGHT[1]), 0.5, dtype=torch.float32, device="cpu")
+        left = {rows: _seconds(lambda few: weight @ few.T, states[:rows]) for rows in _QUICK}
+        straight = {rows: _seconds(lambda few: functional.linear(few, weight), states[:rows]) for rows in (1, *_QUICK)}
+    found = [0]
+    for rows in range(1, FEW_ROWS + 1):
+        best = min((size for size in _QUICK if size >= rows), key=lambda size: left[size])
+        next_tried = min(size for size in straight if size >= rows)
+        found.append(best if left[best] < _PREFERRED * straight[next_tried] else 0)
+    return tuple(found)
+
+
+def _seconds(product: Callable[[torch.Tensor], Any], states: torch.Tensor) -> float:
+    """The least time that a product of these states took."""
+    seconds = []
+    for _ in range(_TRIES):
+        start = perf_counter()
+        product(states)
+        seconds.append(perf_counter() - start)
+    return min(seconds)
 
 
 class Linear(nn.Linear):
@@ -45,18 +84,18 @@ def quick_on_few_rows(model: Any) -> Any:
     """The model with such layers in place of its own: shells are copied, weights and all else are shared.
 
     The model itself where there is nothing to gain: on other devices, in other dtypes. Modules whose `forward` was put
-    on the object (accelerate's hooks, compiled ones) stay as they are.
+    on the object (accelerate's hooks) and compiled ones stay as they are.
     """
-    if model.device.type != "cpu" or model.dtype is not torch.float32:
+    if model.device.type != "cpu" or model.dtype is not torch.float32 or not any(quickest(torch.get_num_threads())):
         return model
     return _quick(model) or model
 
 
 def _quick(module: nn.Module) -> nn.Module | None:
     """A copy with quick layers, None where there are none inside."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return None
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # others may know no product from the left
         copy = object.__new__(Linear)
         copy.__dict__.update(module.__dict__)
         return copy

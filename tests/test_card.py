@@ -12,7 +12,7 @@ from peft import PeftConfig, get_peft_model
 
 from hf_specdec.cli import main
 from hf_specdec.heads import MedusaConfig
-from hf_specdec.heads.card import model_card
+from hf_specdec.heads.card import MARK, measured_by, model_card
 from hf_specdec.testing import tiny_model
 
 PROVENANCE: dict[str, Any] = {
@@ -123,6 +123,66 @@ def test_saving_writes_the_card_and_leaves_one_that_was_written(tmp_path: Path) 
     model.save_pretrained(tmp_path / "own", save_embedding_layers=False)
     assert "My own words." in (tmp_path / "own" / "README.md").read_text()
     assert "123,456" not in (tmp_path / "own" / "README.md").read_text()
+
+    model.active_peft_config.provenance = {**PROVENANCE, "positions": 654321}
+    card.data.tags.append("of-my-own")
+    card.save(tmp_path / "new" / "README.md")
+    model.save_pretrained(tmp_path / "new", save_embedding_layers=False)
+    again = ModelCard.load(tmp_path / "new" / "README.md")
+    assert "654,321 positions" in again.text
+    assert "of-my-own" in again.data.tags
+    kept = again.content.replace(MARK, "My own words.")
+    (tmp_path / "new" / "README.md").write_text(kept)
+    model.active_peft_config.provenance = PROVENANCE
+    model.save_pretrained(tmp_path / "new", save_embedding_layers=False)
+    stayed = ModelCard.load(tmp_path / "new" / "README.md").text
+    assert stayed.startswith(ModelCard(kept).text.rstrip())  # PEFT notes its version below
+    assert "123,456" not in stayed
+
+
+def test_the_card_of_heads_that_others_trained() -> None:
+    """Converted, and then measured: nothing is made up about their training."""
+    evaluation = {
+        "data": "asked.jsonl",
+        "prompts": 6,
+        "max_new_tokens": 128,
+        "heads": [{"loss": 1.5, "top1": 0.111, "top10": 0.222}],
+        "nodes": [2],
+        "acceptance": {"overall": [1.25]},
+    }
+    text = " ".join(str(model_card(config(provenance={"evaluation": evaluation}))).split())
+    assert "Not by hf-specdec; nothing is noted of it. ## What it foresees On 6 prompts" in text
+    assert "0 positions" not in text
+    assert "self-distillation" not in text
+    text = str(model_card(config(provenance={"measured": {"about": "Measured.", "table": "| 1 |"}})))
+    assert "What it foresees" not in text
+    assert "nothing is noted of it.\n\n## What it brings\n\nMeasured." in text
+
+
+def test_the_card_holds_a_note() -> None:
+    assert "on a machine, 2 threads. On a quantised base.\n\n```text" in str(
+        model_card(config(provenance={**PROVENANCE, "note": "On a quantised base."}))
+    )
+
+
+def test_figures_of_another_mode_are_refused() -> None:
+    report = {"summaries": [{"task": "qa", "case": "medusa", "mean_acceptance_length": 1.5, "ratio": 1.2}]}
+    with pytest.raises(ValueError, match="mine has no figures about mode early_exit"):
+        measured_by([report], ["mine"], "early_exit")
+
+
+def test_the_command_line_leaves_a_card_that_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = tmp_path / "heads"
+    with_heads().save_pretrained(heads, save_embedding_layers=False)
+    (heads / "README.md").write_text("My own words.\n")
+    summary = {"task": "qa", "case": "medusa", "mean_acceptance_length": 1.5, "ratio": 1.2}
+    environment = {"dtype": "float32", "device": "cpu", "threads": 2, "torch": "2.13.0", "transformers": "5.24.0"}
+    report = {"summaries": [summary], "settings": {"max_new_tokens": 128}, "environment": environment}
+    (tmp_path / "mine.json").write_text(json.dumps(report))
+    assert main(["card", str(heads), "--bench", str(tmp_path / "mine.json")]) == 0
+    assert (heads / "README.md").read_text() == "My own words.\n"
+    assert "stays as it is" in capsys.readouterr().out
+    assert "1.50 (1.20x)" in PeftConfig.from_pretrained(str(heads)).provenance["measured"]["table"]
 
 
 def test_the_command_line_takes_figures_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,15 @@ def test_bench(quick, tmp_path, capsys):
     assert "no:" not in table
 
 
+def test_progress_in_a_pipe_is_a_line_at_every_tenth(quick, capsys):
+    assert cli.main(["bench", *quick, "--modes", "prompt_lookup"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if " runs, " in line]
+    done = [tuple(map(int, line.split(" runs")[0].split(" of "))) for line in lines]
+    assert 1 < len(done) <= 10
+    assert done[-1][0] == done[-1][1]
+    assert len({10 * runs // total for runs, total in done}) == len(done)
+
+
 def test_bench_with_another_draft_model_and_fewer_threads(quick, folder, capsys):
     before = torch.get_num_threads()
     try:

@@ -18,7 +18,7 @@ from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataErro
 from hf_specdec.heads import MedusaConfig, find_exit, find_heads
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import evaluate_exit, evaluate_heads
-from hf_specdec.training.data import Answers, DataSettings, answer, joined
+from hf_specdec.training.data import PER_TOKEN, Answers, DataSettings, answer, joined
 from hf_specdec.training.evaluate import acceptance_along, accuracy_along
 from hf_specdec.training.prompts import encode
 
@@ -49,6 +49,19 @@ def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int, prompt_lo
     # kept hidden states are rounded to bfloat16, which may turn a draft here and there
     assert [rounds for _, rounds in counted] == pytest.approx([row.rounds for row in stats.rows], abs=1)
     assert sum(rounds for _, rounds in counted) < 0.9 * sum(tokens for tokens, _ in counted)
+
+
+def test_an_answer_without_tokens_costs_no_round() -> None:
+    """The last prompt's answer ends at once."""
+    model = model_with_heads("llama")
+    answers, _ = said_by(model, 20)
+    expected = acceptance_along(find_heads(model), answers, 4)
+    with_empty = Answers(
+        **{name: getattr(answers, name) for name in PER_TOKEN},
+        lengths=torch.tensor([*answers.lengths.tolist(), 0]),
+        prompts=[*answers.prompts, [5, 6]],
+    )
+    assert acceptance_along(find_heads(model), with_empty, 4) == [*expected, (0, 0)]
 
 
 def test_look_ups_read_the_prompt_too() -> None:
@@ -203,7 +216,7 @@ def test_an_exit_needs_an_exit(prompts: Path) -> None:
     with pytest.raises(AdapterError, match="no trained exit"):
         evaluate_exit(model_with_heads(), letter_tokenizer(), prompts, progress=False)
     with pytest.raises(ConfigurationError, match="at least"):
-        evaluate_exit(model_with_exit(), letter_tokenizer(), prompts, max_new_tokens=1)
+        evaluate_exit(model_with_exit(), letter_tokenizer(), prompts, max_new_tokens=2)
 
 
 def test_the_command_line_evaluates_an_exit(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

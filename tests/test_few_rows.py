@@ -11,9 +11,16 @@ from torch import nn
 from torch.nn import functional
 
 from hf_specdec import few_rows
-from hf_specdec.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows
+from hf_specdec.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows, quickest
 from hf_specdec.halves import Halves
 from hf_specdec.testing import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def quick_from_the_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quickest where these layers were made for, whatever it is on the machine that tests."""
+    sizes = [0, *(min(size for size in few_rows._QUICK if size >= rows) for rows in range(1, FEW_ROWS + 1))]
+    monkeypatch.setattr(few_rows, "quickest", lambda threads: tuple(sizes))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -25,6 +32,28 @@ def test_a_linear_layer_is_the_same_for_few_rows_and_many(bias: bool) -> None:
         found = layer(states)
         torch.testing.assert_close(found, functional.linear(states, layer.weight, layer.bias))
         assert found.is_contiguous()
+
+
+def test_what_is_quickest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    measured = quickest(torch.get_num_threads())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(measured) == FEW_ROWS + 1
+    assert measured[0] == 0
+    assert all(size == 0 or (size in few_rows._QUICK and size >= rows) for rows, size in enumerate(measured))
+
+    # seconds of the products from the left, then of the straight ones (1, 2, 4, 5, 6, 8 and 16 rows)
+    times = iter([1.0, 1.2, 2.0, 3.0, 3.0, 2.0, 2.0, 1.0, 2.0, 2.0, 4.0, 4.0, 2.0])
+    monkeypatch.setattr(few_rows, "_seconds", lambda product, states: next(times))
+    assert quickest.__wrapped__(1) == (0, 2, 0, 4, 4, 0, 16, 16, 16, *[0] * 8)
+
+
+def test_without_gain_the_straight_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(few_rows, "quickest", lambda threads: (0,) * (FEW_ROWS + 1))
+    assert quick_on_few_rows(model) is model
+    layer, states = Linear(8, 5), torch.randn(3, 8)
+    assert torch.equal(layer(states), functional.linear(states, layer.weight, layer.bias))
 
 
 def test_gradients_flow_through_few_rows() -> None:
@@ -96,6 +125,42 @@ def test_a_forward_of_its_own_is_kept() -> None:
     assert calls == [1]
     assert quick.model.layers[0].mlp is inner
     assert type(quick.model.layers[1].mlp.up_proj) is Linear
+
+
+def test_what_is_compiled_stays_compiled() -> None:
+    model = tiny_model("llama")
+    inner = model.model.layers[0].mlp
+    inner.compile(backend="eager")
+    quick = quick_on_few_rows(model)
+    assert quick.model.layers[0].mlp is inner
+    assert type(quick.model.layers[1].mlp.up_proj) is Linear
+    model.compile(backend="eager")
+    assert quick_on_few_rows(model) is model
+    # the parts of a compiled model run as parts
+    halves = Halves(model, exit_layer=2)
+    with torch.no_grad(), halves.taken() as taken:  # raises if the whole model ran
+        halves.below_headless(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert taken.hidden is not None
+
+
+class _OnlyLinear(torch.Tensor):
+    """A weight that knows no other product, as quantized ones do."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), settings: Any = None) -> Any:
+        if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm):
+            raise NotImplementedError
+        found = super().__torch_function__(function, types, arguments, settings or {})
+        return found.as_subclass(torch.Tensor) if function is functional.linear else found
+
+
+def test_weights_of_another_kind_stay() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_OnlyLinear))
+    quick = quick_on_few_rows(model)
+    assert quick.model.layers[1].mlp.up_proj is layer
+    quick(input_ids=torch.tensor([[5, 6, 7]]))
 
 
 def test_hooks_run() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import add_heads, prompt, run
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -182,6 +183,42 @@ def test_names_that_are_parts_of_keys(base: Any, tmp_path: Path) -> None:
             fresh = tiny_model("llama")
             loader(fresh)
             assert_equal(weights(fresh), expected)
+
+
+def test_names_that_are_parts_of_another_adapters_keys(base: Any, tmp_path: Path) -> None:
+    """PEFT would leave them all out when it saves the other one."""
+    names = ["heads", "layers", "linear", "0", "other"]
+    model = trained(base, adapter=names[0], seed=0)
+    for seed, name in enumerate(names[1:], start=1):
+        model.add_adapter(name, MedusaConfig(num_heads=3, **KINDS["trimmed"]))
+        scramble(base, name, seed)
+    expected = {name: weights(base, name) for name in names}
+    model.save_pretrained(tmp_path)
+    for way in ("peft", "transformers"):
+        fresh = tiny_model("llama")
+        loaded = PeftModel.from_pretrained(fresh, tmp_path / "0", adapter_name="0") if way == "peft" else fresh
+        for name in names:
+            if name != "0" or way == "transformers":
+                loaded.load_adapter(str(tmp_path / name), adapter_name=name)
+        for name in names:
+            assert_equal(weights(fresh, name), expected[name])
+
+
+def test_base_weights_are_not_saved_with_a_resized_vocabulary(base_folder: Path, tmp_path: Path) -> None:
+    def resized() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base_folder).eval()
+        torch.manual_seed(0)
+        model.resize_token_embeddings(120)
+        return model
+
+    base = resized()
+    model = trained(base)
+    with pytest.warns(UserWarning, match="save_embedding_layers"):  # PEFT's own
+        model.save_pretrained(tmp_path)
+    assert all("medusa_heads" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
+    fresh = resized()
+    fresh.load_adapter(str(tmp_path))
+    assert_equal(weights(fresh), weights(base))
 
 
 def test_unload_leaves_the_base_model_as_it_was(base: Any) -> None:
@@ -416,22 +453,79 @@ def test_a_bad_adapter_is_refused_and_changes_nothing(base: Any, tmp_path: Path,
         def load(name: str) -> None:
             base.load_adapter(str(tmp_path / name), "other" if second else None)
 
-    def state() -> tuple[dict[str, torch.Tensor], set[str], list[str]]:
-        return (
-            {key: tensor.clone() for key, tensor in base.state_dict().items()},
-            set(vars(base)),
-            sorted(getattr(base, "peft_config", {})),
-        )
-
-    tensors, attributes, adapters = state()
+    base.train()
+    before = state_of(base)
     with pytest.raises((AdapterError, InvalidSettingError), match=message):
         load("bad")
-    after, attributes_after, adapters_after = state()
-    assert_equal(after, tensors)
-    assert attributes_after == attributes
-    assert adapters_after == adapters
+    assert_as_before(base, before)
     load("good")
-    assert statistics(base)
+    assert statistics(base.eval())
+
+
+def state_of(base: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    return (
+        {key: tensor.clone() for key, tensor in base.state_dict().items()},
+        (
+            set(vars(base)),
+            sorted(getattr(base, "peft_config", {})),
+            {name: module.training for name, module in base.named_modules()},
+            {name: weight.requires_grad for name, weight in base.named_parameters()},
+            {
+                name: list(module.active_adapters)
+                for name, module in base.named_modules()
+                if isinstance(module, BaseTunerLayer)
+            },
+        ),
+    )
+
+
+def assert_as_before(base: Any, before: tuple[dict[str, torch.Tensor], Any]) -> None:
+    tensors, rest = state_of(base)
+    assert_equal(tensors, before[0])
+    assert rest == before[1]
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.parametrize("beside", ["heads", "lora"])
+@pytest.mark.parametrize("damage", ["NaN", "a file that was cut off", "another embedding"])
+def test_a_bad_adapter_beside_another_changes_nothing(base: Any, tmp_path: Path, beside: str, damage: str) -> None:
+    """`PeftModel.from_pretrained` on a model that transformers has loaded an adapter into, under any name."""
+    for name in ("good", "bad"):
+        trained(tiny_model("llama"), "trimmed").save_pretrained(tmp_path / name)
+    change, message = DAMAGES[damage]
+    change(tmp_path / "bad")
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(tiny_model("llama"), lora).save_pretrained(tmp_path / "lora")
+    base.load_adapter(str(tmp_path / ("good" if beside == "heads" else "lora")))
+    base.train()
+    before, (expected, _) = state_of(base), run(base.eval(), prompt(), max_new_tokens=12)
+    base.train()
+    with pytest.raises(AdapterError, match=message):
+        PeftModel.from_pretrained(base, tmp_path / "bad", adapter_name="other")
+    assert_as_before(base, before)
+    for folder in ("good", "bad"):
+        with pytest.raises(AdapterError, match="an adapter 'default' already"):
+            PeftModel.from_pretrained(base, tmp_path / folder)
+        assert_as_before(base, before)
+    with pytest.raises(AdapterError, match="an adapter 'default' already"):
+        get_peft_model(base, MedusaConfig(num_heads=2))
+    assert_as_before(base, before)
+    PeftModel.from_pretrained(base, tmp_path / "good", adapter_name="other")
+    asked = {"speculative_mode": "medusa", "speculative_config": {"adapter": "other"}}
+    assert run(base.eval(), prompt(), max_new_tokens=12, **asked)[0].tolist() == expected.tolist()
+
+
+def test_the_active_adapter_stays_when_another_fails_to_load(base: Any, tmp_path: Path) -> None:
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "good")
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "bad")
+    DAMAGES["NaN"][0](tmp_path / "bad")
+    base.load_adapter(str(tmp_path / "good"), "one")
+    base.load_adapter(str(tmp_path / "good"), "two")
+    before = state_of(base)
+    with pytest.raises(AdapterError, match="not finite"):
+        base.load_adapter(str(tmp_path / "bad"), "three")
+    assert_as_before(base, before)
+    assert base.spec_head_container.active_adapters == ["two"]
 
 
 def test_heads_of_another_model_of_the_same_shape_are_refused(tmp_path: Path) -> None:
@@ -538,6 +632,7 @@ def test_names_that_cannot_be(base: Any, name: str) -> None:
 
 def test_provenance_that_makes_no_card(base: Any, tmp_path: Path) -> None:
     for provenance in ({"heads": 5}, {"versions": [1]}, {"data_seconds": "x"}, {"heads": [{"x": 1}]}):
+        provenance = {"positions": 5, "held_out_positions": 5, **provenance}
         model = get_peft_model(base, MedusaConfig(num_heads=2, provenance=provenance))
         with pytest.warns(UserWarning, match="no model card"):
             model.save_pretrained(tmp_path / str(len(list(tmp_path.iterdir()))))

@@ -129,6 +129,18 @@ def client(hub: FakeHub, home: Path, script: str, *arguments: str, token: str | 
     return json.loads(done.stdout.splitlines()[-1])
 
 
+_CARDS = """
+from test_card import PROVENANCE
+from test_heads import scramble
+base = tiny_model("llama")
+provenance = {**PROVENANCE, "positions": int(sys.argv[2])}
+model = get_peft_model(base, MedusaConfig(num_heads=2, provenance=provenance))
+scramble(base, "default", seed=1)
+model.push_to_hub("me/carded", tags=sys.argv[3:])
+print(json.dumps(""))
+"""
+
+
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with FakeHub() as hub:
@@ -146,6 +158,27 @@ def test_a_fresh_process_pulls_what_was_pushed(pushed: Any, tmp_path: Path) -> N
     for way in ("load_adapter", "PeftModel"):
         assert pulled[f"{way}, latest"] == expected["latest"]
         assert pulled[f"{way}, at_first"] == expected["at_first"]
+
+
+def test_the_card_is_pushed(pushed: Any, tmp_path: Path) -> None:
+    """`push_to_hub` would put one of its own, or the Hub's, over what was saved."""
+    hub, _ = pushed
+
+    def card() -> str:
+        return " ".join(hub.repositories["me/carded"].commits[-1].files["README.md"].decode().split())
+
+    client(hub, tmp_path / "home", _CARDS, "123456", "of-my-own")
+    assert "123,456 positions from prompts.jsonl" in card()
+    assert 'model.load_adapter("me/carded")' in card()
+    assert "of-my-own" in card()
+    client(hub, tmp_path / "home", _CARDS, "654321")
+    assert "654,321 positions from prompts.jsonl" in card()
+    assert "of-my-own" in card()
+    files = hub.repositories["me/carded"].commits[-1].files
+    hub.put("me/carded", {**files, "README.md": b"---\nlicense: mit\n---\nMy own words.\n"})
+    client(hub, tmp_path / "home", _CARDS, "123456")
+    assert "My own words." in card()
+    assert "positions" not in card()
 
 
 def test_what_cannot_be_pulled_says_why(pushed: Any, tmp_path: Path) -> None:

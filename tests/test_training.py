@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from transformers import Trainer
 
 import hf_specdec
 from hf_specdec.cli import main
-from hf_specdec.errors import ConfigurationError, TrainingDataError
+from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataError
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import DataSettings, TrainingSettings, read_prompts, train_heads
@@ -25,7 +28,7 @@ from hf_specdec.training.exit import Texts, states_at_exit
 from hf_specdec.training.losses import distillation_loss, feature_loss, head_weights
 from hf_specdec.training.medusa import Positions
 from hf_specdec.training.prompts import encode
-from hf_specdec.training.train import frequent_tokens
+from hf_specdec.training.train import _checkpoint, frequent_tokens
 
 PROMPTS = ["hello there", "what now", "a longer prompt than these", "one", "two", "three", "ja", "nein", "abc", "xyz"]
 
@@ -169,7 +172,8 @@ def test_a_models_own_ways_of_generating_stay_out_of_its_answers(own: dict[str, 
 
 def test_answers_of_one_token() -> None:
     model = tiny_model("llama")
-    (one,) = answer(model, [[5, 6, 7]], DataSettings(max_new_tokens=1), do_sample=False, seed=0)
+    model.generation_config.eos_token_id = list(range(97))
+    (one,) = answer(model, [[5, 6, 7]], DataSettings(max_new_tokens=3), do_sample=False, seed=0)
     assert one.tokens.shape == (0,)
     assert one.hidden.shape == (0, 32)
 
@@ -191,8 +195,18 @@ def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> N
     assert answers.seconds > 0
     part = again.read(max_positions=counts[0] + 1)
     assert len(part.tokens) == counts[0] + counts[1]
+    # as several processes leave it that stop at so many tokens each
+    shards = again.shards()
+    again._path(shards[1]).unlink()
+    assert len(again.read(max_positions=counts[0] + 1).tokens) == counts[0] + counts[2]
+    with pytest.raises(FileNotFoundError):
+        again.read()
+    tuned = tiny_model("llama")
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.down_proj.weight.neg_()
     for other in (
         lambda: AnswerCache(tmp_path, tiny_model("llama", seed=1), None, prompts, settings),
+        lambda: AnswerCache(tmp_path, tuned, None, prompts, settings),
         lambda: AnswerCache(tmp_path, model, None, prompts[:-1], settings),
         lambda: AnswerCache(tmp_path, model, None, prompts, DataSettings(max_new_tokens=7, batch_size=2)),
     ):
@@ -490,7 +504,19 @@ def test_an_interrupted_training_goes_on_and_ends_the_same(
         with pytest.raises(PowerCut):
             _train(prompts, output)
     assert len(list((output / "checkpoints").glob("checkpoint-*"))) == 1
-    _, resumed = _train(prompts, output)
+    # while a checkpoint is written: its weights are there, what is written after them is not
+    (output / "checkpoints" / "checkpoint-999").mkdir()
+    (output / "checkpoints" / "checkpoint-999" / "model.safetensors").touch()
+    (whole,) = (output / "checkpoints").glob("checkpoint-[!9]*")
+    assert _checkpoint(output / "checkpoints") == str(whole)
+    config = MedusaConfig(num_heads=2, head_type="sequential")
+    with monkeypatch.context() as patch:
+        patch.setattr(module.HeadsInTraining, "forward", cut)
+        with pytest.raises(PowerCut):
+            _train(prompts, output, config=config)
+    report, resumed = _train(prompts, output, config=config)  # the caller's config is the caller's
+    assert report.resumed
+    assert config.to_dict() == MedusaConfig(num_heads=2, head_type="sequential").to_dict()
     for key, tensor in expected.items():
         torch.testing.assert_close(resumed[key], tensor)
     with pytest.raises(TrainingDataError, match="other settings"):
@@ -503,8 +529,8 @@ def test_command_line(prompts: Path, base: Path, tmp_path: Path, capsys: pytest.
     arguments += ["--eval-part", "0.3", "--batch-size", "64", "--kind", "independent", "--device", "cpu"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "head 0: top-1" in said
     assert "head 1: top-1" in said
+    assert "head 2: top-1" in said
     report = json.loads((tmp_path / "heads" / "training.json").read_text())
     assert report["command"].startswith("hf-specdec")
     config = json.loads((tmp_path / "heads" / "adapter_config.json").read_text())
@@ -516,11 +542,37 @@ def test_command_line(prompts: Path, base: Path, tmp_path: Path, capsys: pytest.
     assert main([*arguments[:4], str(tmp_path / "absent.jsonl"), *arguments[5:]]) == 2
 
 
+@pytest.mark.parametrize("kind", ["sequential", "exit"])
+def test_two_processes_share_the_work(prompts: Path, base: Path, tmp_path: Path, kind: str) -> None:
+    """Each stops answering by its own count, so what is read has gaps."""
+    output = tmp_path / "heads"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["-m", "hf_specdec", "train-heads", "--base", str(base), "--data", str(prompts), "--output", str(output)]
+    command += ["--num-heads", "2", "--max-new-tokens", "16", "--answer-batch-size", "2", "--max-positions", "100"]
+    command += ["--epochs", "1", "--eval-part", "0.3", "--batch-size", "16", "--kind", kind, "--draft-vocab-size", "50"]
+    command += ["--exit-layer", "2"] if kind == "exit" else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((output / "training.json").read_text())
+    assert report["positions"] + report["held_out_positions"] >= 100
+    assert len(list((output / "answers").glob("*.safetensors"))) < 10, "not all 20 prompts' batches were answered"
+    weights = load_file(output / "adapter_model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
 def test_what_cannot_be_trained_on(prompts: Path, tmp_path: Path) -> None:
+    short = DataSettings(max_new_tokens=3, batch_size=4)
     with pytest.raises(TrainingDataError, match="longest answer has"):
-        _train(prompts, tmp_path / "a", data_settings=DataSettings(max_new_tokens=2, batch_size=4))
+        _train(prompts, tmp_path / "a", data_settings=short, config=MedusaConfig(num_heads=4))
+    # where nothing was trained, nothing stands in the way of what the error recommends
+    assert _train(prompts, tmp_path / "a", data_settings=short, config=MedusaConfig(num_heads=1))[0].positions
     with pytest.raises(TrainingDataError, match="too few answers"):
-        _train(prompts, tmp_path / "b", data_settings=DataSettings(max_new_tokens=1, batch_size=4))
+        _train(prompts, tmp_path / "b", settings=TrainingSettings(eval_part=1e-9))
+    with pytest.raises(AdapterError, match="after layer 99"):
+        _train(prompts, tmp_path / "x", config=MedusaConfig(head_type="exit", exit_layer=99))
+    assert not (tmp_path / "x").exists(), "no hours of answering before that"
     with pytest.raises(TrainingDataError, match="longer than 1 tokens"):
         _train(prompts, tmp_path / "c", data_settings=DataSettings(max_prompt_tokens=1))
     model = tiny_model("llama").train()
@@ -529,12 +581,18 @@ def test_what_cannot_be_trained_on(prompts: Path, tmp_path: Path) -> None:
         train_heads(model, letter_tokenizer(), [prompts], tmp_path / "d")
     del model.peft_config
     with pytest.raises(TrainingDataError):
-        train_heads(model, letter_tokenizer(), [prompts], tmp_path / "e", data_settings=DataSettings(max_new_tokens=1))
+        train_heads(model, letter_tokenizer(), [tmp_path / "absent.jsonl"], tmp_path / "e")
     assert model.training
 
 
 def test_settings_are_checked() -> None:
-    for settings in ({"own_prompts": -1}, {"answers_per_prompt": 0}, {"batch_size": 0}, {"temperature": 0.0}):
+    for settings in (
+        {"own_prompts": -1},
+        {"answers_per_prompt": 0},
+        {"batch_size": 0},
+        {"temperature": 0.0},
+        {"max_new_tokens": 2},
+    ):
         with pytest.raises(ConfigurationError, match=next(iter(settings))):
             DataSettings(**settings)
     for settings in (

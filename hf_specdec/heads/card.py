@@ -9,6 +9,10 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .config import MedusaConfig
 
+# in every card that is made here; without it a card is somebody's own, and stays
+MARK = "<!-- Made by hf_specdec from adapter_config.json. Remove this line, and the card is left as it is. -->"
+# PEFT and transformers make cards of the Hub's template, in which all is still to be filled in
+_BLANK, _BLANKS = "[More Information Needed]", 20
 _TAGS = {"independent": ["medusa"], "sequential": ["medusa", "hydra"], "exit": ["early-exit", "kangaroo"]}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -42,6 +46,7 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
         output_rank=config.output_rank,
         head_type=config.head_type,
         exit_layer=config.exit_layer,
+        mark=MARK,
         minutes=_minutes,
         **{
             name: provenance.get(name, default)
@@ -54,6 +59,7 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
                 ("training_seconds", 0.0),
                 ("machine", "an unknown machine"),
                 ("command", None),
+                ("note", None),
                 ("versions", {}),
                 ("heads", []),
                 ("evaluation", None),
@@ -62,6 +68,25 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
         },
         evaluation_tables=evaluation_tables,
     )
+
+
+def save_card(config: MedusaConfig, path: Path, repo_id: str | None = None, replace: bool = False) -> bool:
+    """Write the card of heads, unless somebody wrote the one that is there. Returns whether it was written.
+
+    Args:
+        config: of the heads.
+        path: of the card. Tags of a card that is there are kept.
+        repo_id: the repository that the card's example loads from.
+        replace: whether to write over any card.
+    """
+    card = model_card(config, repo_id)
+    if path.exists() and not replace:
+        before = ModelCard.load(path)
+        if MARK not in before.content and before.content.count(_BLANK) < _BLANKS:
+            return False
+        card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *(before.data.get("tags") or [])]))
+    card.save(path)
+    return True
 
 
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
@@ -99,16 +124,22 @@ def _table(per_task: dict[str, list[float]], names: list[str]) -> str:
     return "\n".join(rows)
 
 
-def measured_by(reports: list[dict[str, Any]], names: list[str]) -> dict[str, str]:
-    """What `hf-specdec bench --json` found about mode `medusa`, as a card shows it.
+def measured_by(reports: list[dict[str, Any]], names: list[str], mode: str = "medusa") -> dict[str, str]:
+    """What `hf-specdec bench --json` found about a mode, as a card shows it.
 
     Args:
         reports: such JSON files, read.
         names: what to call each, for instance `"15 nodes"`.
+        mode: `medusa`, or `early_exit` for trained exits.
+
+    Raises:
+        ValueError: a report has no figures about this mode.
     """
     rows: dict[str, list[str]] = {}
-    for report in reports:
-        found = {summary["task"]: summary for summary in report["summaries"] if summary["case"] == "medusa"}
+    for report, name in zip(reports, names, strict=True):
+        found = {summary["task"]: summary for summary in report["summaries"] if summary["case"] == mode}
+        if not found:
+            raise ValueError(f"{name} has no figures about mode {mode}")
         for task, summary in found.items():
             rows.setdefault(task, []).append(f"{summary['mean_acceptance_length']:.2f} ({summary['ratio']:.2f}x)")
     environment, settings = reports[0]["environment"], reports[0]["settings"]

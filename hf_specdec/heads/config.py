@@ -50,7 +50,7 @@ class MedusaConfig(PeftConfig):
 
     num_heads: int = field(default=4, metadata={"help": "Number of heads."})
     num_layers: int = field(default=1, metadata={"help": "Residual blocks of a head."})
-    head_type: str = field(default="independent", metadata={"help": "'independent' or 'sequential'."})
+    head_type: str = field(default="independent", metadata={"help": "'independent', 'sequential' or 'exit'."})
     tied_heads: bool = field(default=False, metadata={"help": "Whether all sequential heads are one and the same."})
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the heads can draft."})
     exit_layer: int | None = field(default=None, metadata={"help": "Layers of the base model below a trained exit."})

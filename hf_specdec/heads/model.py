@@ -2,7 +2,7 @@
 
 The heads sit in a container beside the base model's own modules; nothing of the base model is replaced or wrapped. PEFT
 and transformers load adapters leniently (what is missing stays random), so `install` puts a thin wrapper over both
-`load_adapter`s: an adapter of draft heads is checked, and one that fails is taken out again. A third one gives adapters
+`load_adapter`s: an adapter of draft heads is checked, and one that fails is taken out again. Two more give adapters
 that are saved or pushed a model card with what was measured.
 """
 
@@ -22,15 +22,15 @@ import peft
 import torch
 from jinja2 import TemplateError
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType, register_peft_method
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, PeftType, register_peft_method
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils import PushToHubMixin, cached_file, find_adapter_config_file
 from transformers.utils.hub import DownloadKwargs
 
 from ..errors import AdapterError
-from .card import model_card
+from .card import MARK, save_card
 from .checks import base_probe, check_base, check_finite, check_floating, check_shapes, check_tensors
 from .config import MedusaConfig
 from .exit import BoundExit, TrainedExit
@@ -91,6 +91,13 @@ class HeadContainer(nn.Module, BaseTunerLayer):
         """Nothing was merged."""
 
 
+class _HeadsAlone(dict):
+    """What is saved of an adapter. PEFT would add the embeddings of a model whose vocabulary has been resized."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Base weights are never saved."""
+
+
 class MedusaModel(BaseTuner):
     """Adds draft heads (`MedusaConfig`) to a causal language model; its forward stays what it was.
 
@@ -105,11 +112,16 @@ class MedusaModel(BaseTuner):
     tuner_layer_cls = HeadContainer
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}  # type: ignore[misc]
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if adapter_name in getattr(model, "peft_config", {}):
+            raise AdapterError(
+                f"{type(model).__name__} has an adapter {adapter_name!r} already. Choose another name "
+                "(adapter_name=...), or delete that one first."
+            )
         with warnings.catch_warnings():
             # a second adapter beside the first is what several names are for
             warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-            super().__init__(model, *args, **kwargs)
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def inject_adapter(
         self,
@@ -162,6 +174,22 @@ class MedusaModel(BaseTuner):
         return self.model
 
     # ------------------------------------------------------------------ keys of the checkpoint
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: Any,
+        config: Any,
+        adapter_name: str,
+        state_dict: dict[str, torch.Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, torch.Tensor]:
+        # PEFT leaves out keys with another adapter's name between two dots, and `heads` or `0` may be such a name
+        prefix = (
+            f"{'base_model.model.' if isinstance(model, peft.PeftModel) else ''}{_CONTAINER}.{_HEADS}.{adapter_name}."
+        )
+        heads = {f"{prefix}{key}": tensor for key, tensor in _heads(_base_of(model), adapter_name).state_dict().items()}
+        return _HeadsAlone({key: state_dict.get(key, tensor) for key, tensor in heads.items()})
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -304,30 +332,43 @@ def _dtype(config: MedusaConfig, model: Any) -> torch.dtype:
 def install() -> None:
     """Check adapters of draft heads wherever PEFT or transformers load them, and write cards for them. Idempotent."""
     for owner, name, wrapper in _WRAPPED:
-        original = getattr(owner, name)
+        attribute, original = _method(owner, name)
         if not hasattr(original, "_specdec_wrapper"):
             wrapped: Any = functools.wraps(original)(wrapper(original))
-            wrapped._specdec_wrapper, wrapped._specdec_original = wrapped, original
-            setattr(owner, name, wrapped)
+            wrapped._specdec_wrapper, wrapped._specdec_original = wrapped, attribute
+            setattr(owner, name, classmethod(wrapped) if isinstance(attribute, classmethod) else wrapped)
 
 
 def uninstall() -> None:
     """Undo `install`."""
     for owner, name, _ in _WRAPPED:
-        wrapped = getattr(owner, name)
+        wrapped: Any = _method(owner, name)[1]
         if getattr(wrapped, "_specdec_wrapper", None) is wrapped:  # what others have put over it stays
-            setattr(owner, name, wrapped._specdec_original)  # type: ignore[union-attr]
+            setattr(owner, name, wrapped._specdec_original)
+
+
+def _method(owner: Any, name: str) -> tuple[Any, Any]:
+    """A method as it stands in its class, and its function."""
+    attribute = inspect.getattr_static(owner, name)
+    return attribute, getattr(attribute, "__func__", attribute)
 
 
 def _checked_by_peft(original: Callable) -> Any:
     def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        # `PeftModel.from_pretrained` has put it in already; a later one is still to come
-        first = len(self.peft_config) == 1 and adapter_name in self.peft_config
-        known = [] if first else list(self.peft_config)
-        with _taken_out_on_failure(_base_of(self), adapter_name, known):
+        with _taken_out_on_failure(_base_of(self), adapter_name):
             return original(self, model_id, adapter_name, *args, **kwargs)
 
     return load_adapter
+
+
+def _made_by_peft(original: Callable) -> Any:
+    def from_pretrained(
+        cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> Any:
+        with _taken_out_on_failure(model, adapter_name):
+            return original(cls, model, model_id, adapter_name, *args, **kwargs)
+
+    return from_pretrained
 
 
 def _checked_by_transformers(original: Callable) -> Any:
@@ -337,7 +378,7 @@ def _checked_by_transformers(original: Callable) -> Any:
         arguments = signature.bind(self, *args, **kwargs).arguments
         name = arguments.get("adapter_name") or "default"
         _check_what_transformers_will_load(self, arguments, name)
-        with _taken_out_on_failure(self, name, list(getattr(self, "peft_config", {}))):
+        with _taken_out_on_failure(self, name):
             result = original(self, *args, **kwargs)
             config = getattr(self, "peft_config", {}).get(name)
             if isinstance(config, MedusaConfig):
@@ -388,7 +429,7 @@ def _check_what_transformers_will_load(model: Any, arguments: dict[str, Any], ad
     check_floating(floating, adapter_name)
 
 
-def _is_ours(config_file: str) -> bool:
+def _is_ours(config_file: str | Path) -> bool:
     try:
         config = json.loads(Path(config_file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -406,32 +447,58 @@ def _known_to(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_our_card(original: Callable) -> Any:
+    """For `PeftModel.save_pretrained`, which makes a card without content where there is none."""
+
     def create_or_update_model_card(self: Any, output_dir: str) -> None:
         path = Path(output_dir) / "README.md"
-        is_new = not path.exists()  # what somebody wrote stays
+        before = path.read_bytes() if path.exists() else None
         original(self, output_dir)
         config = self.active_peft_config
-        if is_new and isinstance(config, MedusaConfig) and config.provenance:
-            try:
-                model_card(config).save(path)
-            except (TypeError, ValueError, AttributeError, TemplateError) as error:
-                warnings.warn(f"The provenance of these heads makes no model card: {error}", stacklevel=2)
+        if isinstance(config, MedusaConfig) and config.provenance:
+            if before is not None and MARK.encode() in before:
+                path.write_bytes(before)  # with the tags that PEFT has taken out
+            _save_card(config, path, replace=before is None)
 
     return create_or_update_model_card
+
+
+def _pushed_with_our_card(original: Callable) -> Any:
+    """For `push_to_hub`, which replaces the card that was saved by the Hub's, or by one without content."""
+
+    def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(Path(working_dir) / CONFIG_NAME):
+            config = peft.PeftConfig.from_pretrained(str(working_dir))
+            if isinstance(config, MedusaConfig) and config.provenance:
+                _save_card(config, Path(working_dir) / "README.md", repo_id)
+        return original(self, working_dir, repo_id, *args, **kwargs)
+
+    return _upload_modified_files
+
+
+def _save_card(config: MedusaConfig, path: Path, repo_id: str | None = None, replace: bool = False) -> None:
+    try:
+        save_card(config, path, repo_id, replace)
+    except (TypeError, ValueError, AttributeError, TemplateError) as error:
+        warnings.warn(f"The provenance of these heads makes no model card: {error}", stacklevel=4)
 
 
 _WRAPPED: tuple[tuple[Any, str, Callable], ...] = (
     (PeftAdapterMixin, "load_adapter", _checked_by_transformers),
     (peft.PeftModel, "load_adapter", _checked_by_peft),
+    (peft.PeftModel, "from_pretrained", _made_by_peft),
     (peft.PeftModel, "create_or_update_model_card", _with_our_card),
+    (PushToHubMixin, "_upload_modified_files", _pushed_with_our_card),
 )
 
 
 @contextmanager
-def _taken_out_on_failure(model: Any, adapter_name: str, known: list[str]) -> Iterator[None]:
+def _taken_out_on_failure(model: Any, adapter_name: str) -> Iterator[None]:
     """Leave the model as it was if loading an adapter of draft heads fails inside."""
+    known = list(getattr(model, "peft_config", {}))
     attributes = set(vars(model))
     trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    modes = [(module, module.training) for module in model.modules()]
+    active = [(module, module._active_adapter) for module in model.modules() if isinstance(module, BaseTunerLayer)]
     try:
         yield
     except BaseException as error:
@@ -441,7 +508,11 @@ def _taken_out_on_failure(model: Any, adapter_name: str, known: list[str]) -> It
         _take_out(model, adapter_name)
         for attribute in set(vars(model)) - attributes:
             delattr(model, attribute)
-        if known:  # PEFT lets another adapter be trained now
+        for module, training in modes:
+            module.training = training
+        if known:  # another adapter is active now, and may be trained
+            for module, names in active:
+                module._active_adapter = names
             for name, weight in model.named_parameters():
                 weight.requires_grad_(trained[name])
         if isinstance(error, AdapterError) or not isinstance(error, Exception):

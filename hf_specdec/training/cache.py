@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,18 +13,19 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from ..draft import Budget, Context, Draft
 from ..drafters.base import Drafter
 from ..errors import TrainingDataError
-from ..heads.checks import base_probe
 from .data import PER_TOKEN, Answers, DataSettings, answer, joined, say
 from .prompts import encode, opening
 
 _MANIFEST = "manifest.json"
 # longest prompt that the model makes up, in tokens
 _MAX_OWN_PROMPT = 96
+# of each weight, that tell a model from others
+_VALUES = 64
 
 
 class _Onlooker(Drafter):
@@ -63,8 +65,8 @@ class AnswerCache:
         self.folder, self.model, self.tokenizer = folder, model, tokenizer
         self.prompts, self.settings = prompts, settings
         manifest = {
-            "base_probe": base_probe(model),
-            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+            "model": weights_digest(model),
+            "prompts": prompts_digest(prompts),
             "settings": asdict(settings),
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ class AnswerCache:
                     "another folder, or remove it."
                 )
         else:
-            _write(path, json.dumps(manifest, indent=2).encode())
+            write_whole(path, json.dumps(manifest, indent=2).encode())
 
     def batches_to_ask(self) -> list[int]:
         """Sizes of the batches in which the model makes up prompts."""
@@ -103,7 +105,7 @@ class AnswerCache:
         lengths = [next((at for at, token in enumerate(row) if token in ends), None) for row in said]
         finished = [row[:length] for row, length in zip(said, lengths, strict=True) if length]
         texts = [text.strip() for text in self.tokenizer.batch_decode(finished, skip_special_tokens=True)]
-        _write(path, json.dumps({"prompts": texts, "seconds": time.perf_counter() - began}).encode())
+        write_whole(path, json.dumps({"prompts": texts, "seconds": time.perf_counter() - began}).encode())
 
     def own_prompts(self) -> list[list[int]]:
         """Token ids of the prompts that the model made up."""
@@ -139,17 +141,20 @@ class AnswerCache:
         whole = joined(answers, shard.prompts)
         tensors = {name: getattr(whole, name) for name in (*PER_TOKEN, "lengths")}
         tensors["seconds"] = torch.tensor(time.perf_counter() - began)
-        temporary = path.with_suffix(".tmp")
-        save_file(tensors, temporary)
-        temporary.replace(path)  # a shard is there whole or not at all
+        write_whole(path, save(tensors))
         return int(tensors["lengths"].sum())
 
     def read(self, max_positions: int | None = None) -> Answers:
-        """The shards one after the other, until there are so many positions."""
+        """The shards one after the other, until there are so many positions.
+
+        Where several processes stop at so many each, some of the later ones have not been made.
+        """
         found: list[tuple[_Shard, dict[str, torch.Tensor]]] = []
         for shard in self.shards():
             if max_positions is not None and sum(len(part["tokens"]) for _, part in found) >= max_positions:
                 break
+            if max_positions is not None and not self._path(shard).exists():
+                continue
             found.append((shard, load_file(self._path(shard))))
         asking = [self._read_asked(batch)["seconds"] for batch, _ in enumerate(self.batches_to_ask())]
         return Answers(
@@ -183,7 +188,25 @@ def _shards(name: str, prompts: list[list[int]], settings: DataSettings, turn: i
         )
 
 
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
+def prompts_digest(prompts: list[list[int]]) -> str:
+    """Tells prompts from others."""
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
+@torch.no_grad()
+def weights_digest(model: Any) -> str:
+    """Tells a model from others, by some values of each of its weights."""
+    found = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        places = torch.arange(_VALUES, device=flat.device) * max(0, flat.numel() - 1) // (_VALUES - 1)
+        values = flat[places].float().cpu() if flat.numel() else flat
+        found.update(f"{name} {list(weight.shape)} {values.tolist()}".encode())
+    return found.hexdigest()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all, whoever else writes it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.write_bytes(content)
     temporary.replace(path)

@@ -30,7 +30,7 @@ class DataSettings:
         own_prompts: prompts that the base model is asked to make up itself, besides those given (Magpie,
             arXiv:2406.08464). Those that it does not finish are left out, and so is what it says twice.
         answers_per_prompt: the first is greedy, the others are sampled.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: most tokens of an answer, at least 3.
         max_prompt_tokens: longer prompts are left out.
         temperature: of the sampled answers.
         top_k_labels: K, tokens kept of the base model's distribution at every position.
@@ -48,9 +48,11 @@ class DataSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("answers_per_prompt", "max_new_tokens", "max_prompt_tokens", "top_k_labels", "batch_size"):
+        for name in ("answers_per_prompt", "max_prompt_tokens", "top_k_labels", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.max_new_tokens < 3:
+            raise ConfigurationError(f"max_new_tokens must be at least 3, got {self.max_new_tokens}.")
         if self.own_prompts < 0:
             raise ConfigurationError(f"own_prompts must be at least 0, got {self.own_prompts}.")
         if not self.temperature > 0:

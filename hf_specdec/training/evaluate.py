@@ -101,8 +101,8 @@ def evaluate_heads(
         ConfigurationError: the prompts cannot be read, or a setting is out of range.
         TrainingDataError: the answers are too short to count anything on.
     """
-    if not nodes or min(nodes) < 1 or max_new_tokens < 2 or batch_size < 1:
-        raise ConfigurationError("nodes and batch_size must be at least 1, and max_new_tokens at least 2.")
+    if not nodes or min(nodes) < 1 or max_new_tokens < 3 or batch_size < 1:
+        raise ConfigurationError("nodes and batch_size must be at least 1, and max_new_tokens at least 3.")
     heads = find_heads(model, adapter)
     prompts, answers = _asked(model, tokenizer, data, max_new_tokens, per_task, batch_size, progress)
     longest = int(answers.lengths.max())
@@ -155,8 +155,8 @@ def evaluate_exit(
         AdapterError: the model has no trained exit.
         ConfigurationError: the prompts cannot be read, or a setting is out of range.
     """
-    if max_new_tokens < 2 or batch_size < 1:
-        raise ConfigurationError("batch_size must be at least 1, and max_new_tokens at least 2.")
+    if max_new_tokens < 3 or batch_size < 1:
+        raise ConfigurationError("batch_size must be at least 1, and max_new_tokens at least 3.")
     exit_ = find_exit(model, adapter)
     prompts, answers = _asked(model, tokenizer, data, max_new_tokens, per_task, batch_size, progress)
     untrained, ranks, losses = zip(*_exit_along(exit_, answers, progress), strict=True)
@@ -260,7 +260,7 @@ def acceptance_along(
     device, rows = heads.model.device, range(len(answers.lengths))
     said = [part.tolist() for part in answers.tokens.split(answers.lengths.tolist())]
     starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()
-    at, rounds = [0] * len(rows), [0] * len(rows)
+    at, rounds, last = [0] * len(rows), [0] * len(rows), len(answers.hidden) - 1  # of an empty answer none is used
 
     def context() -> Context:
         return Context(
@@ -270,7 +270,7 @@ def acceptance_along(
             device=device,
             selection=Selection(LogitsProcessorList(), do_sample=False, tape=None),
             padded_prompts=torch.zeros(len(rows), 1, dtype=torch.long, device=device),
-            hidden=answers.hidden[[starts[row] + at[row] for row in rows]].to(device, heads.heads.dtype),
+            hidden=answers.hidden[[min(starts[row] + at[row], last) for row in rows]].to(device, heads.heads.dtype),
         )
 
     drafter.start(context())

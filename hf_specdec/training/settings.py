@@ -73,5 +73,7 @@ class TrainingReport:
     versions: dict[str, str]
     machine: str
     command: str | None = None
+    # what else is to be said of it
+    note: str | None = None
     # whether training went on from a checkpoint; then its seconds are those of the last start
     resumed: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import time
@@ -19,7 +20,7 @@ from ..errors import ConfigurationError, TrainingDataError
 from ..heads.config import MedusaConfig
 from ..heads.model import find_exit, find_heads
 from ..heads.module import SharedOutput
-from .cache import AnswerCache
+from .cache import AnswerCache, prompts_digest, weights_digest, write_whole
 from .data import Answers, DataSettings
 from .exit import ExitInTraining, Texts, states_at_exit
 from .losses import accuracy
@@ -53,6 +54,7 @@ def train_heads(
     cache: str | Path | None = None,
     base_name: str | None = None,
     command: str | None = None,
+    note: str | None = None,
     progress: bool = True,
     report_to: str = "none",
 ) -> TrainingReport:
@@ -74,6 +76,7 @@ def train_heads(
         cache: folder for the answers; None puts them into `output`.
         base_name: name of the base model to note in the adapter; None takes the one it was loaded by.
         command: the command line that is noted down.
+        note: what else is noted down, for the model card.
         progress: whether to show progress bars.
         report_to: where `Trainer` logs to besides its own log.
 
@@ -83,12 +86,12 @@ def train_heads(
     Raises:
         TrainingDataError: the prompts cannot be read, or the cache holds answers made otherwise.
         ConfigurationError: the model has adapters.
-        AdapterError: the model has no LM head that heads could be put beside.
+        AdapterError: the model has no LM head that heads could be put beside, or the heads are not for it.
     """
     from accelerate import PartialState
     from transformers import Trainer, TrainingArguments, set_seed
 
-    config, data_settings = config or MedusaConfig(), data_settings or DataSettings()
+    config, data_settings = copy.deepcopy(config) or MedusaConfig(), data_settings or DataSettings()
     settings, output = settings or TrainingSettings(), Path(output)
     if getattr(model, "peft_config", None):
         raise ConfigurationError(
@@ -96,6 +99,8 @@ def train_heads(
             "on the model as it is loaded: load it anew, or unload() or merge them."
         )
     state = PartialState()
+    with _heads_beside(model, copy.deepcopy(config)):
+        pass  # what cannot be trained says so before hours of answering
     with _evaluating(model):
         chats = [chat for source in data for chat in read_prompts(source)]
         prompts = encode(tokenizer, chats, data_settings.max_prompt_tokens)
@@ -108,13 +113,15 @@ def train_heads(
             raise TrainingDataError(
                 "There are too few answers to hold some out; pass more prompts, or another eval_part."
             )
-        _claim(output / "checkpoints", config, data_settings, settings, len(prompts))
+        claim = _claim_of(model, config, data_settings, settings, prompts)
         set_seed(settings.seed)
         with _heads_beside(model, config) as peft_model:
             if base_name is not None:
                 config.base_model_name_or_path = base_name
             began = time.perf_counter()
-            learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
+            with state.main_process_first():  # the others find what it has written
+                learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
+                _make_claim(output / "checkpoints", claim)
             arguments = TrainingArguments(
                 output_dir=str(output / "checkpoints"),
                 per_device_train_batch_size=batch_size,
@@ -169,6 +176,7 @@ def train_heads(
                 versions=_versions(),
                 machine=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
                 command=command,
+                note=note,
             )
             if state.is_main_process:
                 config.provenance = asdict(report)
@@ -234,22 +242,31 @@ def _heads_beside(model: Any, config: MedusaConfig) -> Iterator[Any]:
         peft_model.unload()
 
 
-def _claim(
-    folder: Path, config: MedusaConfig, data_settings: DataSettings, settings: TrainingSettings, prompts: int
-) -> None:
+def _claim_of(
+    model: Any, config: MedusaConfig, data_settings: DataSettings, settings: TrainingSettings, prompts: list[list[int]]
+) -> str:
+    """What makes a training the same one."""
+    of = {
+        "model": weights_digest(model),
+        "heads": config.to_dict(),
+        "data": asdict(data_settings),
+        "training": asdict(settings),
+        "prompts": prompts_digest(prompts),
+    }
+    return json.dumps(of, indent=2, default=str)
+
+
+def _make_claim(folder: Path, mine: str) -> None:
     """Make sure that checkpoints in a folder are of this very training."""
-    mine = json.dumps(
-        {"heads": config.to_dict(), "data": asdict(data_settings), "training": asdict(settings), "prompts": prompts},
-        indent=2,
-        default=str,
-    )
     path = folder / "settings.json"
-    if path.exists() and path.read_text(encoding="utf-8") != mine:
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, mine.encode())
+    elif path.read_text(encoding="utf-8") != mine:
         raise TrainingDataError(
-            f"{folder} holds checkpoints of a training with other settings. Use another output folder, or remove it."
+            f"{folder} holds checkpoints of another training: of another model, with other settings or other prompts. "
+            "Use another output folder, or remove it."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(mine, encoding="utf-8")
 
 
 def make_answers(
@@ -307,10 +324,9 @@ def _metrics(prediction: Any) -> dict[str, float]:
 
 
 def _checkpoint(folder: Path) -> str | None:
-    """The latest whole checkpoint in a folder."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    """The latest whole checkpoint in a folder. `Trainer` writes its state last."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if path.stat().st_size]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
 def _versions() -> dict[str, str]:
