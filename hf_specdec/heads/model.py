@@ -344,7 +344,7 @@ def uninstall() -> None:
     for owner, name, _ in _WRAPPED:
         wrapped: Any = _method(owner, name)[1]
         if getattr(wrapped, "_specdec_wrapper", None) is wrapped:  # what others have put over it stays
-            setattr(owner, name, wrapped._specdec_original)
+            setattr(owner, name, vars(wrapped)["_specdec_original"])
 
 
 def _method(owner: Any, name: str) -> tuple[Any, Any]:
