@@ -116,7 +116,12 @@ def _measure(
         tokenizer = bench.load_tokenizer(source)
         model = bench.load_model(source, arguments.dtype, device)
         if arguments.adapter is not None:
-            model.load_adapter(arguments.adapter)
+            try:
+                model.load_adapter(arguments.adapter)
+            except (OSError, ValueError) as error:  # ours say enough by themselves
+                if isinstance(error, SpeculationError):
+                    raise
+                raise ConfigurationError(f"Cannot load the adapter {arguments.adapter!r}: {error}") from error
         assistant, assistant_name = None, None
         if arguments.assistant is not None:
             assistant = bench.load_model(arguments.assistant, arguments.dtype, device)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import AdapterError, ConfigurationError
+from .errors import AdapterError, ConfigurationError, SpeculationError
 
 if TYPE_CHECKING:
     from .heads import MedusaConfig
@@ -303,7 +303,12 @@ def _settings_of(adapter: str) -> MedusaConfig:
 
     from .heads import MedusaConfig
 
-    settings = PeftConfig.from_pretrained(adapter)
+    try:
+        settings = PeftConfig.from_pretrained(adapter)
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpeculationError):
+            raise
+        raise ConfigurationError(f"Cannot load the adapter {adapter!r}: {error}") from error
     if not isinstance(settings, MedusaConfig):
         raise AdapterError(f"{adapter} is an adapter of type {settings.peft_type}, not of Medusa heads.")
     return settings

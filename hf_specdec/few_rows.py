@@ -57,9 +57,8 @@ def quickest(threads: int) -> tuple[int, ...]:
         straight = {rows: _seconds(lambda few: functional.linear(few, weight), states[:rows]) for rows in (1, *_QUICK)}
     found = [0]
     for rows in range(1, FEW_ROWS + 1):
-        best = min((size for size in _QUICK if size >= rows), key=lambda size: left[size])
-        next_tried = min(size for size in straight if size >= rows)
-        found.append(best if left[best] < _PREFERRED * straight[next_tried] else 0)
+        filled, tried = (min(size for size in sizes if size >= rows) for sizes in (left, straight))
+        found.append(filled if left[filled] < _PREFERRED * straight[tried] else 0)
     return tuple(found)
 
 

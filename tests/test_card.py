@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, get_peft_model
 
 from hf_specdec.cli import main
 from hf_specdec.heads import MedusaConfig
-from hf_specdec.heads.card import MARK, measured_by, model_card
+from hf_specdec.heads.card import MARK, measured_by, model_card, save_card
 from hf_specdec.testing import tiny_model
 
 PROVENANCE: dict[str, Any] = {
@@ -138,6 +138,34 @@ def test_saving_writes_the_card_and_leaves_one_that_was_written(tmp_path: Path) 
     stayed = ModelCard.load(tmp_path / "new" / "README.md").text
     assert stayed.startswith(ModelCard(kept).text.rstrip())  # PEFT notes its version below
     assert "123,456" not in stayed
+
+
+def test_what_somebody_wrote_into_a_card_stays(tmp_path: Path) -> None:
+    path, template = tmp_path / "README.md", ModelCard.from_template(ModelCardData()).content
+    for written in (
+        template.replace("[More Information Needed]", "My own words.", 3),
+        "My own words.\n",
+        "---\nlicense: mit\n---\nMy own words.\n",
+    ):
+        path.write_text(written)
+        assert not save_card(config(), path)
+        assert path.read_text() == written
+    for blank in (template, "---\nlicense: mit\ntags: mine\n---\n", ""):
+        path.write_text(blank)
+        assert save_card(config(), path)
+        assert "123,456 positions" in path.read_text()
+    path.write_text("---\nlicense: mit\ntags: mine\n---\n")
+    save_card(config(), path)
+    save_card(config(), path)
+    data = ModelCard.load(path).data
+    assert data.license == "mit"
+    assert data.tags.count("mine") == 1
+    assert data.base_model == "org/model"
+
+
+def test_the_card_of_heads_in_a_folder() -> None:
+    said = str(model_card(config(), "me/heads", "small"))
+    assert 'model.load_adapter("me/heads", adapter_kwargs={"subfolder": "small"})' in said
 
 
 def test_the_card_of_heads_that_others_trained() -> None:

@@ -101,6 +101,7 @@ def test_wrong_arguments(arguments, message, capsys):
         (["--prompts", "missing.jsonl"], "Cannot read the prompts"),
         (["--json", "no/such/folder/out.json"], "there is no folder"),
         (["--model", "no/such/model"], "Cannot load"),
+        (["--adapter", "no/such/adapter"], "Cannot load the adapter"),
     ],
 )
 def test_errors_are_one_line_and_exit_with_2(quick, arguments, message, capsys):
@@ -110,6 +111,19 @@ def test_errors_are_one_line_and_exit_with_2(quick, arguments, message, capsys):
     error = captured.err[captured.err.index("hf-specdec: error: ") :]
     assert message in error
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate-heads", "no/such/adapter", "--data", "prompts.jsonl"],
+        ["card", "no/such/adapter", "--bench", "bench.json"],
+        ["convert", "no/such/adapter", "out", "--to", "vllm"],
+    ],
+)
+def test_an_adapter_that_is_not_there(command, capsys):
+    assert cli.main(command) == 2
+    assert "hf-specdec: error: Cannot load the adapter 'no/such/adapter'" in capsys.readouterr().err
 
 
 def test_interrupted(monkeypatch, capsys):

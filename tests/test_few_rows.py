@@ -45,7 +45,7 @@ def test_what_is_quickest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # seconds of the products from the left, then of the straight ones (1, 2, 4, 5, 6, 8 and 16 rows)
     times = iter([1.0, 1.2, 2.0, 3.0, 3.0, 2.0, 2.0, 1.0, 2.0, 2.0, 4.0, 4.0, 2.0])
     monkeypatch.setattr(few_rows, "_seconds", lambda product, states: next(times))
-    assert quickest.__wrapped__(1) == (0, 2, 0, 4, 4, 0, 16, 16, 16, *[0] * 8)
+    assert quickest.__wrapped__(1) == (0, 2, 0, 4, 4, 0, 6, 8, 8, *[0] * 8)
 
 
 def test_without_gain_the_straight_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

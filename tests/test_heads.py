@@ -332,6 +332,58 @@ def test_beside_lora_on_a_plain_model(base: Any, base_folder: Path, tmp_path: Pa
     assert output.tolist() != run(tiny_model("llama"), prompt(), max_new_tokens=12)[0].tolist(), "LoRA had no effect"
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_what_lora_keeps_beside_itself_stays_on(base: Any, tmp_path: Path) -> None:
+    """`modules_to_save` are switched by PEFT wherever an adapter is."""
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "heads")
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "bad")
+    DAMAGES["NaN"][0](tmp_path / "bad")
+    lora = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        lora.get_base_model().lm_head.modules_to_save["default"].weight.neg_()
+    lora.save_pretrained(tmp_path / "lora")
+    base.load_adapter(str(tmp_path / "lora"), "lora")
+    expected = run(base, prompt(), max_new_tokens=12)[0].tolist()
+    assert expected != run(tiny_model("llama"), prompt(), max_new_tokens=12)[0].tolist()
+    with pytest.raises(AdapterError, match="not finite"):
+        base.load_adapter(str(tmp_path / "bad"), "heads")
+    assert run(base, prompt(), max_new_tokens=12)[0].tolist() == expected
+    base.load_adapter(str(tmp_path / "heads"), "heads")
+    assert run(base, prompt(), max_new_tokens=12)[0].tolist() == expected
+    asked = {"speculative_mode": "medusa", "speculative_config": {"adapter": "heads"}}
+    assert run(base, prompt(), max_new_tokens=12, **asked)[0].tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_another_adapter_of_the_same_name(base: Any, tmp_path: Path) -> None:
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(tiny_model("llama"), lora).save_pretrained(tmp_path / "lora")
+    trained(tiny_model("llama")).save_pretrained(tmp_path / "heads")
+    base.load_adapter(str(tmp_path / "heads"))
+    before = state_of(base)
+    with pytest.raises(AdapterError, match="draft heads 'default' already"):
+        PeftModel.from_pretrained(base, tmp_path / "lora")
+    assert_as_before(base, before)
+    with pytest.warns(UserWarning, match="multiple adapters"):  # PEFT's own, and it goes on
+        get_peft_model(base, lora)
+    with pytest.raises(AdapterError, match="another adapter has taken that name"):
+        run(base, prompt(), max_new_tokens=12, speculative_mode="medusa")
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_heads_onto_a_peft_model(base: Any, tmp_path: Path) -> None:
+    trained(tiny_model("llama")).save_pretrained(tmp_path)
+    lora = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    expected = run(base, prompt(), max_new_tokens=12)[0].tolist()
+    before = state_of(base)
+    with pytest.raises(AdapterError, match="Pass its get_base_model"):
+        PeftModel.from_pretrained(lora, tmp_path, adapter_name="heads")
+    assert_as_before(base, before)
+    PeftModel.from_pretrained(lora.get_base_model(), tmp_path, adapter_name="heads")
+    asked = {"speculative_mode": "medusa", "speculative_config": {"adapter": "heads"}}
+    assert run(base, prompt(), max_new_tokens=12, **asked)[0].tolist() == expected
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -504,10 +556,10 @@ def test_a_bad_adapter_beside_another_changes_nothing(base: Any, tmp_path: Path,
         PeftModel.from_pretrained(base, tmp_path / "bad", adapter_name="other")
     assert_as_before(base, before)
     for folder in ("good", "bad"):
-        with pytest.raises(AdapterError, match="an adapter 'default' already"):
+        with pytest.raises(AdapterError, match="'default' already"):
             PeftModel.from_pretrained(base, tmp_path / folder)
         assert_as_before(base, before)
-    with pytest.raises(AdapterError, match="an adapter 'default' already"):
+    with pytest.raises(AdapterError, match="'default' already"):
         get_peft_model(base, MedusaConfig(num_heads=2))
     assert_as_before(base, before)
     PeftModel.from_pretrained(base, tmp_path / "good", adapter_name="other")

@@ -134,9 +134,13 @@ from test_card import PROVENANCE
 from test_heads import scramble
 base = tiny_model("llama")
 provenance = {**PROVENANCE, "positions": int(sys.argv[2])}
-model = get_peft_model(base, MedusaConfig(num_heads=2, provenance=provenance))
-scramble(base, "default", seed=1)
-model.push_to_hub("me/carded", tags=sys.argv[3:])
+model = get_peft_model(base, MedusaConfig(num_heads=2, provenance=provenance), adapter_name=sys.argv[3])
+scramble(base, sys.argv[3], seed=1)
+model.push_to_hub("me/carded" if sys.argv[3] == "default" else "me/named", tags=sys.argv[4:])
+if sys.argv[3] != "default":  # as its card says
+    base = tiny_model("llama")
+    base.load_adapter("me/named", adapter_kwargs={"subfolder": sys.argv[3]})
+    find_heads(base)
 print(json.dumps(""))
 """
 
@@ -167,18 +171,22 @@ def test_the_card_is_pushed(pushed: Any, tmp_path: Path) -> None:
     def card() -> str:
         return " ".join(hub.repositories["me/carded"].commits[-1].files["README.md"].decode().split())
 
-    client(hub, tmp_path / "home", _CARDS, "123456", "of-my-own")
+    client(hub, tmp_path / "home", _CARDS, "123456", "default", "of-my-own")
     assert "123,456 positions from prompts.jsonl" in card()
     assert 'model.load_adapter("me/carded")' in card()
     assert "of-my-own" in card()
-    client(hub, tmp_path / "home", _CARDS, "654321")
+    client(hub, tmp_path / "home", _CARDS, "654321", "default")
     assert "654,321 positions from prompts.jsonl" in card()
     assert "of-my-own" in card()
     files = hub.repositories["me/carded"].commits[-1].files
     hub.put("me/carded", {**files, "README.md": b"---\nlicense: mit\n---\nMy own words.\n"})
-    client(hub, tmp_path / "home", _CARDS, "123456")
+    client(hub, tmp_path / "home", _CARDS, "123456", "default")
     assert "My own words." in card()
     assert "positions" not in card()
+    client(hub, tmp_path / "home", _CARDS, "123456", "small")
+    named = hub.repositories["me/named"].commits[-1].files["README.md"].decode()
+    assert "123,456 positions" in named
+    assert 'load_adapter("me/named", adapter_kwargs={"subfolder": "small"})' in named
 
 
 def test_what_cannot_be_pulled_says_why(pushed: Any, tmp_path: Path) -> None:

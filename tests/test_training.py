@@ -22,7 +22,7 @@ from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataErro
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import DataSettings, TrainingSettings, read_prompts, train_heads
-from hf_specdec.training.cache import AnswerCache
+from hf_specdec.training.cache import AnswerCache, weights_digest
 from hf_specdec.training.data import Answers, answer
 from hf_specdec.training.exit import Texts, states_at_exit
 from hf_specdec.training.losses import distillation_loss, feature_loss, head_weights
@@ -201,6 +201,8 @@ def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> N
     assert len(again.read(max_positions=counts[0] + 1).tokens) == counts[0] + counts[2]
     with pytest.raises(FileNotFoundError):
         again.read()
+    with pytest.raises(TrainingDataError, match="must share that folder"):
+        again.read(max_positions=sum(counts))
     tuned = tiny_model("llama")
     with torch.no_grad():
         tuned.model.layers[1].mlp.down_proj.weight.neg_()
@@ -212,6 +214,15 @@ def test_the_cache_is_made_once_and_only_for_what_it_is_for(tmp_path: Path) -> N
     ):
         with pytest.raises(TrainingDataError, match="another model"):
             other()
+
+
+def test_a_model_that_is_offloaded_is_known_by_the_rest() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.to("meta")
+    found = weights_digest(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.neg_()
+    assert weights_digest(model) != found
 
 
 def _own_prompts(folder: Path, **settings: Any) -> AnswerCache:

@@ -11,13 +11,13 @@ from .config import MedusaConfig
 
 # in every card that is made here; without it a card is somebody's own, and stays
 MARK = "<!-- Made by hf_specdec from adapter_config.json. Remove this line, and the card is left as it is. -->"
-# PEFT and transformers make cards of the Hub's template, in which all is still to be filled in
-_BLANK, _BLANKS = "[More Information Needed]", 20
+# PEFT and transformers make cards of the Hub's template, in which all is still to be filled in, or all but this
+_BLANK, _AUTOMATIC = "[More Information Needed]", "This model card has been automatically generated."
 _TAGS = {"independent": ["medusa"], "sequential": ["medusa", "hydra"], "exit": ["early-exit", "kangaroo"]}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
-def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
+def model_card(config: MedusaConfig, repo_id: str | None = None, subfolder: str | None = None) -> ModelCard:
     """The card of heads whose `provenance` says how they came to be (see `training.TrainingReport`)."""
     provenance: dict[str, Any] = dict(config.provenance or {})
     base = config.base_model_name_or_path or "the base model"
@@ -37,6 +37,7 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
         base_model=base,
         base_revision=config.revision,
         repo_id=repo_id,
+        subfolder=subfolder,
         num_heads=config.num_heads,
         num_layers=config.num_layers,
         tied_heads=config.tied_heads,
@@ -70,23 +71,42 @@ def model_card(config: MedusaConfig, repo_id: str | None = None) -> ModelCard:
     )
 
 
-def save_card(config: MedusaConfig, path: Path, repo_id: str | None = None, replace: bool = False) -> bool:
+def save_card(
+    config: MedusaConfig,
+    path: Path,
+    repo_id: str | None = None,
+    subfolder: str | None = None,
+    *,
+    replace: bool = False,
+) -> bool:
     """Write the card of heads, unless somebody wrote the one that is there. Returns whether it was written.
 
     Args:
         config: of the heads.
-        path: of the card. Tags of a card that is there are kept.
+        path: of the card. Tags and other metadata of a card that is there are kept.
         repo_id: the repository that the card's example loads from.
+        subfolder: where in it the heads are.
         replace: whether to write over any card.
     """
-    card = model_card(config, repo_id)
+    card = model_card(config, repo_id, subfolder)
     if path.exists() and not replace:
         before = ModelCard.load(path)
-        if MARK not in before.content and before.content.count(_BLANK) < _BLANKS:
+        if MARK not in before.content and not _is_blank(before):
             return False
-        card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *(before.data.get("tags") or [])]))
+        for name, value in before.data.to_dict().items():
+            if card.data.get(name) is None:
+                card.data[name] = value
+        tags = before.data.get("tags") or []
+        tags = tags if isinstance(tags, list) else [tags]
+        card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *tags]))
     card.save(path)
     return True
+
+
+def _is_blank(card: ModelCard) -> bool:
+    """Whether nobody has written into a card more than its metadata."""
+    template = ModelCard.from_template(ModelCardData()).content.count(_BLANK)
+    return not card.text.strip() or card.content.count(_BLANK) + card.content.count(_AUTOMATIC) >= template
 
 
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
@@ -150,6 +170,11 @@ def measured_by(reports: list[dict[str, Any]], names: list[str], mode: str = "me
         f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, transformers "
         f"{environment['transformers']}."
     )
+    if environment["device"] == "cpu" and "float32" in dtypes:
+        about += (
+            " In float32 a part of the speed may not be drafting's: where it can, hf-specdec multiplies a few rows "
+            "more quickly than PyTorch does."
+        )
     table = [f"| task | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     table += [f"| {task} | {' | '.join(cells)} |" for task, cells in rows.items()]
     return {"about": about, "table": "\n".join(table)}

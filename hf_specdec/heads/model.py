@@ -113,6 +113,11 @@ class MedusaModel(BaseTuner):
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}  # type: ignore[misc]
 
     def __init__(self, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(model, peft.PeftModel):
+            raise AdapterError(
+                "Draft heads go beside the model's own modules, and this is a PeftModel around them. Pass its "
+                "get_base_model(), in which its adapters stay active, and another adapter_name than theirs."
+            )
         if adapter_name in getattr(model, "peft_config", {}):
             raise AdapterError(
                 f"{type(model).__name__} has an adapter {adapter_name!r} already. Choose another name "
@@ -142,7 +147,8 @@ class MedusaModel(BaseTuner):
             raise
         _add_heads(model, adapter_name, config)
         self._check_new_adapter_config(config)
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+        # `self.set_adapter` would turn off what other adapters keep in `modules_to_save`
+        _container(model).set_adapter(self.active_adapters, inference_mode=config.inference_mode)
         self._mark_only_adapters_as_trainable(model)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
@@ -259,7 +265,12 @@ def _find(model: Any, adapter: str | None, kind: type, called: str) -> tuple[Any
         adapter = active[0]
     if adapter not in names:
         raise AdapterError(f"{name} has no {called} {adapter!r}, but {', '.join(map(repr, names))}.")
-    heads, config = _heads(model, adapter), model.peft_config[adapter]
+    heads, config = _heads(model, adapter), getattr(model, "peft_config", {}).get(adapter)
+    if not isinstance(config, MedusaConfig):
+        raise AdapterError(
+            f"What {name} knows of the {called} {adapter!r} is gone: another adapter has taken that name, or was "
+            "merged. Load the model anew, and each adapter under a name of its own."
+        )
     with torch.no_grad():
         check_finite(dict(heads.named_parameters()), adapter)
         vocab_size, hidden_size = lm_head_shape(model)
@@ -365,6 +376,11 @@ def _made_by_peft(original: Callable) -> Any:
     def from_pretrained(
         cls: Any, model: Any, model_id: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
     ) -> Any:
+        if isinstance(getattr(model, "peft_config", {}).get(adapter_name), MedusaConfig):
+            raise AdapterError(
+                f"{type(model).__name__} has draft heads {adapter_name!r} already. Choose another name "
+                "(adapter_name=...), or delete those first."
+            )
         with _taken_out_on_failure(model, adapter_name):
             return original(cls, model, model_id, adapter_name, *args, **kwargs)
 
@@ -466,18 +482,21 @@ def _pushed_with_our_card(original: Callable) -> Any:
     """For `push_to_hub`, which replaces the card that was saved by the Hub's, or by one without content."""
 
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(Path(working_dir) / CONFIG_NAME):
-            config = peft.PeftConfig.from_pretrained(str(working_dir))
+        for file in sorted(Path(working_dir).glob(f"**/{CONFIG_NAME}"), key=lambda file: len(file.parts)):
+            config = peft.PeftConfig.from_pretrained(str(file.parent)) if _is_ours(file) else None
             if isinstance(config, MedusaConfig) and config.provenance:
-                _save_card(config, Path(working_dir) / "README.md", repo_id)
+                # adapters that are not called "default" are saved in folders of their names
+                subfolder = str(file.parent.relative_to(working_dir)).strip(".") or None
+                _save_card(config, Path(working_dir) / "README.md", repo_id, subfolder)
+                break
         return original(self, working_dir, repo_id, *args, **kwargs)
 
     return _upload_modified_files
 
 
-def _save_card(config: MedusaConfig, path: Path, repo_id: str | None = None, replace: bool = False) -> None:
+def _save_card(config: MedusaConfig, path: Path, *repo: str | None, replace: bool = False) -> None:
     try:
-        save_card(config, path, repo_id, replace)
+        save_card(config, path, *repo, replace=replace)
     except (TypeError, ValueError, AttributeError, TemplateError) as error:
         warnings.warn(f"The provenance of these heads makes no model card: {error}", stacklevel=4)
 

@@ -7,13 +7,14 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 
 from ..draft import Budget, Context, Draft
 from ..drafters.base import Drafter
@@ -78,7 +79,7 @@ class AnswerCache:
                     "another folder, or remove it."
                 )
         else:
-            write_whole(path, json.dumps(manifest, indent=2).encode())
+            write_whole(path, json.dumps(manifest, indent=2))
 
     def batches_to_ask(self) -> list[int]:
         """Sizes of the batches in which the model makes up prompts."""
@@ -105,7 +106,7 @@ class AnswerCache:
         lengths = [next((at for at, token in enumerate(row) if token in ends), None) for row in said]
         finished = [row[:length] for row, length in zip(said, lengths, strict=True) if length]
         texts = [text.strip() for text in self.tokenizer.batch_decode(finished, skip_special_tokens=True)]
-        write_whole(path, json.dumps({"prompts": texts, "seconds": time.perf_counter() - began}).encode())
+        write_whole(path, json.dumps({"prompts": texts, "seconds": time.perf_counter() - began}))
 
     def own_prompts(self) -> list[list[int]]:
         """Token ids of the prompts that the model made up."""
@@ -141,13 +142,17 @@ class AnswerCache:
         whole = joined(answers, shard.prompts)
         tensors = {name: getattr(whole, name) for name in (*PER_TOKEN, "lengths")}
         tensors["seconds"] = torch.tensor(time.perf_counter() - began)
-        write_whole(path, save(tensors))
+        with written_whole(path) as temporary:
+            save_file(tensors, temporary)
         return int(tensors["lengths"].sum())
 
     def read(self, max_positions: int | None = None) -> Answers:
         """The shards one after the other, until there are so many positions.
 
         Where several processes stop at so many each, some of the later ones have not been made.
+
+        Raises:
+            TrainingDataError: too many have not been made.
         """
         found: list[tuple[_Shard, dict[str, torch.Tensor]]] = []
         for shard in self.shards():
@@ -156,6 +161,13 @@ class AnswerCache:
             if max_positions is not None and not self._path(shard).exists():
                 continue
             found.append((shard, load_file(self._path(shard))))
+        if max_positions is not None and sum(len(part["tokens"]) for _, part in found) < max_positions:
+            absent = [shard.name for shard in self.shards() if not self._path(shard).exists()]
+            if absent:
+                raise TrainingDataError(
+                    f"Answers are missing from {self.folder} ({absent[0]} and others). Processes that share the work "
+                    "must share that folder too."
+                )
         asking = [self._read_asked(batch)["seconds"] for batch, _ in enumerate(self.batches_to_ask())]
         return Answers(
             **{name: torch.cat([part[name] for _, part in found]) for name in (*PER_TOKEN, "lengths")},
@@ -198,15 +210,26 @@ def weights_digest(model: Any) -> str:
     """Tells a model from others, by some values of each of its weights."""
     found = hashlib.sha256()
     for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        places = torch.arange(_VALUES, device=flat.device) * max(0, flat.numel() - 1) // (_VALUES - 1)
-        values = flat[places].float().cpu() if flat.numel() else flat
-        found.update(f"{name} {list(weight.shape)} {values.tolist()}".encode())
+        found.update(f"{name} {list(weight.shape)}".encode())
+        if weight.numel() and not weight.is_meta:  # as what is offloaded
+            flat = weight.detach().flatten()
+            places = torch.arange(_VALUES, device=flat.device) * (flat.numel() - 1) // (_VALUES - 1)
+            found.update(str(flat[places].float().tolist()).encode())
     return found.hexdigest()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, whoever else writes it."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file to write instead of `path`, which is there whole afterwards or not at all, whoever else writes it."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file as `written_whole` does."""
+    with written_whole(path) as temporary:
+        temporary.write_text(content, encoding="utf-8")

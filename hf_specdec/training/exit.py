@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
 from ..halves import Halves
 from ..heads.exit import BoundExit
-from .cache import write_whole
+from .cache import written_whole
 from .data import Answers
 from .losses import distillation_loss, feature_loss, rank_of
 from .settings import TrainingSettings
@@ -54,7 +54,8 @@ def states_at_exit(model: Any, answers: Answers, exit_layer: int, file: Path, pr
                 states[index] = taken.hidden[place, : lengths[index]].to(torch.bfloat16).cpu()
             bar.update(sum(lengths[index] for index in batch))
     found = [states[index] for index in range(len(texts))]
-    write_whole(file, save({"hidden": torch.cat(found)}))
+    with written_whole(file) as temporary:
+        save_file({"hidden": torch.cat(found)}, temporary)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import platform
 import time
@@ -99,8 +100,8 @@ def train_heads(
             "on the model as it is loaded: load it anew, or unload() or merge them."
         )
     state = PartialState()
-    with _heads_beside(model, copy.deepcopy(config)):
-        pass  # what cannot be trained says so before hours of answering
+    with _heads_beside(model, copy.deepcopy(config)):  # what cannot be trained says so before hours of answering
+        find_exit(model) if config.head_type == "exit" else find_heads(model)
     with _evaluating(model):
         chats = [chat for source in data for chat in read_prompts(source)]
         prompts = encode(tokenizer, chats, data_settings.max_prompt_tokens)
@@ -113,14 +114,14 @@ def train_heads(
             raise TrainingDataError(
                 "There are too few answers to hold some out; pass more prompts, or another eval_part."
             )
-        claim = _claim_of(model, config, data_settings, settings, prompts)
+        claim = _claim_of(model, config, data_settings, settings, answers)
         set_seed(settings.seed)
         with _heads_beside(model, config) as peft_model:
             if base_name is not None:
                 config.base_model_name_or_path = base_name
             began = time.perf_counter()
-            with state.main_process_first():  # the others find what it has written
-                learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
+            learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
+            with state.main_process_first():
                 _make_claim(output / "checkpoints", claim)
             arguments = TrainingArguments(
                 output_dir=str(output / "checkpoints"),
@@ -243,7 +244,7 @@ def _heads_beside(model: Any, config: MedusaConfig) -> Iterator[Any]:
 
 
 def _claim_of(
-    model: Any, config: MedusaConfig, data_settings: DataSettings, settings: TrainingSettings, prompts: list[list[int]]
+    model: Any, config: MedusaConfig, data_settings: DataSettings, settings: TrainingSettings, answers: Answers
 ) -> str:
     """What makes a training the same one."""
     of = {
@@ -251,7 +252,8 @@ def _claim_of(
         "heads": config.to_dict(),
         "data": asdict(data_settings),
         "training": asdict(settings),
-        "prompts": prompts_digest(prompts),
+        "prompts": prompts_digest(answers.prompts),
+        "answers": hashlib.sha256(answers.tokens.numpy().tobytes()).hexdigest(),
     }
     return json.dumps(of, indent=2, default=str)
 
@@ -261,7 +263,7 @@ def _make_claim(folder: Path, mine: str) -> None:
     path = folder / "settings.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, mine.encode())
+        write_whole(path, mine)
     elif path.read_text(encoding="utf-8") != mine:
         raise TrainingDataError(
             f"{folder} holds checkpoints of another training: of another model, with other settings or other prompts. "
