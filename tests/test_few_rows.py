@@ -139,7 +139,7 @@ def test_what_is_compiled_stays_compiled() -> None:
     # the parts of a compiled model run as parts
     halves = Halves(model, exit_layer=2)
     with torch.no_grad(), halves.taken() as taken:  # raises if the whole model ran
-        halves.below_headless(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+        halves.below(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
     assert taken.hidden is not None
 
 
