@@ -19,6 +19,7 @@ from .errors import (
     ConfigurationError,
     IncompatibleVocabularyError,
     InvalidSettingError,
+    SpeculationError,
     UnsupportedError,
     UnsupportedModelError,
 )
@@ -175,6 +176,21 @@ def load_tokenizer(name: str) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_adapter(model: Any, name: str) -> None:
+    """Load an adapter from a folder or the Hub into a model.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+        AdapterError: it holds draft heads that are broken, or another model's.
+    """
+    try:
+        model.load_adapter(name)
+    except SpeculationError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"Cannot load the adapter {name!r}: {error}") from error
 
 
 def first_layers(model: Any, layers: int) -> Any:
@@ -414,6 +430,7 @@ __all__ = [
     "count_tokens",
     "describe",
     "first_layers",
+    "load_adapter",
     "load_model",
     "load_tokenizer",
     "make_batches",

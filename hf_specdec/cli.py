@@ -116,12 +116,7 @@ def _measure(
         tokenizer = bench.load_tokenizer(source)
         model = bench.load_model(source, arguments.dtype, device)
         if arguments.adapter is not None:
-            try:
-                model.load_adapter(arguments.adapter)
-            except (OSError, ValueError) as error:  # ours say enough by themselves
-                if isinstance(error, SpeculationError):
-                    raise
-                raise ConfigurationError(f"Cannot load the adapter {arguments.adapter!r}: {error}") from error
+            bench.load_adapter(model, arguments.adapter)
         assistant, assistant_name = None, None
         if arguments.assistant is not None:
             assistant = bench.load_model(arguments.assistant, arguments.dtype, device)

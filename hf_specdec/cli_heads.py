@@ -245,7 +245,7 @@ def _card(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from .bench import load_model, load_tokenizer
+    from .bench import load_adapter, load_model, load_tokenizer
     from .heads.card import evaluation_tables
     from .training.evaluate import NODES, evaluate_exit, evaluate_heads
 
@@ -255,7 +255,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     base = _base_of(settings, arguments.base)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(base, "float32" if device == "cpu" else "bfloat16", device)
-    model.load_adapter(str(arguments.adapter))
+    load_adapter(model, str(arguments.adapter))
     how = {
         "max_new_tokens": arguments.max_new_tokens,
         "per_task": arguments.per_task,
@@ -305,9 +305,9 @@ def _settings_of(adapter: str) -> MedusaConfig:
 
     try:
         settings = PeftConfig.from_pretrained(adapter)
+    except SpeculationError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, SpeculationError):
-            raise
         raise ConfigurationError(f"Cannot load the adapter {adapter!r}: {error}") from error
     if not isinstance(settings, MedusaConfig):
         raise AdapterError(f"{adapter} is an adapter of type {settings.peft_type}, not of Medusa heads.")
@@ -323,12 +323,12 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(f"{config.num_heads} heads of {config.num_layers} layers for {base_name}")
         print(f"Saved to {arguments.output}; load them with model.load_adapter({str(arguments.output)!r})")
         return 0
-    from .bench import load_model
+    from .bench import load_adapter, load_model
     from .heads import find_heads
 
     settings = _settings_of(arguments.source)
     base = _base_of(settings, arguments.base)
     model = load_model(base)
-    model.load_adapter(arguments.source)
+    load_adapter(model, arguments.source)
     print(export_vllm(find_heads(model), arguments.output, base))
     return 0

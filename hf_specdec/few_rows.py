@@ -39,8 +39,10 @@ def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     filled = quickest(torch.get_num_threads())[rows]
     if not filled:
         return functional.linear(states, weight, bias)
-    columns = functional.pad(states.reshape(rows, -1), (0, 0, 0, filled - rows)).T
-    product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
+    few = states.reshape(rows, -1)
+    if filled > rows:
+        few = functional.pad(few, (0, 0, 0, filled - rows))
+    product = weight @ few.T if bias is None else torch.addmm(bias[:, None], weight, few.T)
     return product.T[:rows].contiguous().view(*states.shape[:-1], -1)
 
 

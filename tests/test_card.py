@@ -146,6 +146,8 @@ def test_what_somebody_wrote_into_a_card_stays(tmp_path: Path) -> None:
         template.replace("[More Information Needed]", "My own words.", 3),
         "My own words.\n",
         "---\nlicense: mit\n---\nMy own words.\n",
+        "---\nlicense: [mit\n---\nNo YAML above.\n",
+        "---\n- mit\n---\nNo mapping above.\n",
     ):
         path.write_text(written)
         assert not save_card(config(), path)

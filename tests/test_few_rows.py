@@ -9,6 +9,7 @@ import torch
 from conftest import assert_same, assert_unchanged, prompt, run, snapshot
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from hf_specdec import few_rows
 from hf_specdec.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows, quickest
@@ -32,6 +33,31 @@ def test_a_linear_layer_is_the_same_for_few_rows_and_many(bias: bool) -> None:
         found = layer(states)
         torch.testing.assert_close(found, functional.linear(states, layer.weight, layer.bias))
         assert found.is_contiguous()
+
+
+class _Columns(TorchFunctionMode):
+    """Keeps how many columns every product has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), settings: Any = None) -> Any:
+        if function in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm):
+            self.seen.append(arguments[-1].shape[-1])
+        return function(*arguments, **(settings or {}))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_rows_are_filled_up_to_the_next_quick_number(bias: bool) -> None:
+    layer = Linear(6, 3, bias=bias)
+    for rows, filled in ((1, 2), (2, 2), (3, 4), (7, 8), (9, 16), (16, 16)):
+        with _Columns() as columns:
+            layer(torch.randn(rows, 6))
+        assert columns.seen == [filled]
+    with _Columns() as columns:
+        layer(torch.randn(17, 6))
+    assert not columns.seen
 
 
 def test_what_is_quickest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

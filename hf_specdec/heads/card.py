@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from yaml import YAMLError
 
 from .config import MedusaConfig
 
@@ -90,7 +91,10 @@ def save_card(
     """
     card = model_card(config, repo_id, subfolder)
     if path.exists() and not replace:
-        before = ModelCard.load(path)
+        try:
+            before = ModelCard.load(path)
+        except (ValueError, YAMLError):  # not made here
+            return False
         if MARK not in before.content and not _is_blank(before):
             return False
         for name, value in before.data.to_dict().items():

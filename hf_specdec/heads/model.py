@@ -482,12 +482,13 @@ def _pushed_with_our_card(original: Callable) -> Any:
     """For `push_to_hub`, which replaces the card that was saved by the Hub's, or by one without content."""
 
     def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        for file in sorted(Path(working_dir).glob(f"**/{CONFIG_NAME}"), key=lambda file: len(file.parts)):
+        folder = Path(working_dir)
+        # adapters that are not called "default" are saved in folders of their names
+        for file in (folder / CONFIG_NAME, *sorted(folder.glob(f"*/{CONFIG_NAME}"))):
             config = peft.PeftConfig.from_pretrained(str(file.parent)) if _is_ours(file) else None
             if isinstance(config, MedusaConfig) and config.provenance:
-                # adapters that are not called "default" are saved in folders of their names
-                subfolder = str(file.parent.relative_to(working_dir)).strip(".") or None
-                _save_card(config, Path(working_dir) / "README.md", repo_id, subfolder)
+                subfolder = None if file.parent == folder else file.parent.name
+                _save_card(config, folder / "README.md", repo_id, subfolder)
                 break
         return original(self, working_dir, repo_id, *args, **kwargs)
 
