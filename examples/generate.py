@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec  # noqa: F401 - model.generate() gains speculative_mode=
-from hf_specdec.smollm2 import smollm2_folder
+from hf_specdec.measure.smollm2 import smollm2_folder
 
 PROMPT = "Repeat this line three times: the quick brown fox jumps over the lazy dog."
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdec
-from hf_specdec.smollm2 import smollm2_folder
+from hf_specdec.measure.smollm2 import smollm2_folder
 
 PROMPTS = [
     "one two three four five, one two three four five, one two",

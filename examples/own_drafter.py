@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import Budget, Context, Draft, Drafter, Mode, SpeculativeConfig, register_mode
-from hf_specdec.smollm2 import smollm2_folder
+from hf_specdec.measure.smollm2 import smollm2_folder
 
 PROMPT = "red green blue red green blue red green"
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec  # noqa: F401 - model.generate() gains speculative_mode=
 from hf_specdec.heads import MedusaConfig
-from hf_specdec.smollm2 import smollm2_folder
+from hf_specdec.measure.smollm2 import smollm2_folder
 from hf_specdec.training import DataSettings, TrainingSettings, train_heads
 
 # a handful, so that the example takes minutes; heads that are of use want thousands

@@ -14,21 +14,14 @@ from .config import (
     SpeculativeConfig,
     configure,
 )
+from .decoding.stats import RowStats, SpeculationStats, record
 from .draft import Budget, Context, Draft, Scores, Verdict
-from .drafters import (
-    AssistantDrafter,
-    Drafter,
-    EarlyExitDrafter,
-    LookaheadDrafter,
-    MedusaDrafter,
-    PromptLookupDrafter,
-)
+from .drafters import AssistantDrafter, Drafter, EarlyExitDrafter, LookaheadDrafter, MedusaDrafter, PromptLookupDrafter
 from .errors import SpeculationError
 from .generation import SpeculativeGenerationMixin, install, uninstall
 from .heads import MedusaConfig, MedusaModel
 from .modes import Mode, Request, mode_names, register_mode
 from .sampling import NoiseTape
-from .stats import RowStats, SpeculationStats, record
 
 __all__ = [
     "AssistantConfig",

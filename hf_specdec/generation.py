@@ -19,12 +19,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerationMixin
 
-from . import accept
-from . import cache as kv
-from .compat import CACHE_KEY
 from .config import SpeculativeConfig, make_config
-from .control import AdaptiveController, Controller, FixedController, experience_of
-from .drafters.base import Drafter
+from .decoding import accept
+from .decoding.control import AdaptiveController, Controller, FixedController, experience_of
+from .decoding.loop import decode
+from .decoding.stats import publish
+from .drafter import Drafter
 from .errors import (
     ConflictingArgumentsError,
     ContextLimitError,
@@ -35,11 +35,11 @@ from .errors import (
     UnsupportedGenerationError,
 )
 from .heads import model as peft_method
-from .loop import decode
+from .host.names import CACHE_KEY
 from .modes import Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
-from .stats import publish
-from .structure import check_last_hidden, check_length, check_structure, support
+from .target import kv_cache as kv
+from .target.support import check_last_hidden, check_length, check_structure, support
 
 NO_MODE = "none"
 

@@ -14,8 +14,8 @@ from .config import (
     PromptLookupConfig,
     SpeculativeConfig,
 )
+from .drafter import Drafter
 from .drafters.assistant import AssistantDrafter
-from .drafters.base import Drafter
 from .drafters.early_exit import EarlyExitDrafter
 from .drafters.lookahead import LookaheadDrafter
 from .drafters.medusa import MedusaDrafter

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .draft import Budget, Context, Draft, Scores, Verdict
-from .drafters.base import Drafter
+from .drafter import Drafter
 
 # A script answers: what should be drafted for this row, whose text so far is this? A chain of tokens, or a
 # (tokens, parents) tree whose parents count the root as node 0.

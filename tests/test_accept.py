@@ -15,9 +15,9 @@ from conftest import model_of, prompt, run
 from transformers import LogitsProcessorList
 
 import hf_specdec
-from hf_specdec import accept
-from hf_specdec.accept import Choice, Coupled, Offer, Rejection, Typical
-from hf_specdec.control import AdaptiveController, CostModel, Experience, FixedController
+from hf_specdec.decoding import accept
+from hf_specdec.decoding.accept import Choice, Coupled, Offer, Rejection, Typical
+from hf_specdec.decoding.control import AdaptiveController, CostModel, Experience, FixedController
 from hf_specdec.sampling import NoiseTape, Selection
 from hf_specdec.testing import ScriptedDrafter
 

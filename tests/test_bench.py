@@ -9,9 +9,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdec import bench
-from hf_specdec.bench import PLAIN, Batch, Case, Environment, Measurement, Prompt, Report, Settings
-from hf_specdec.demo import PROMPTS, draw_chart
 from hf_specdec.errors import (
     ConfigurationError,
     InvalidSettingError,
@@ -20,6 +17,9 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import NO_MODE
+from hf_specdec.measure import bench
+from hf_specdec.measure.bench import PLAIN, Batch, Case, Environment, Measurement, Prompt, Report, Settings
+from hf_specdec.measure.demo import PROMPTS, draw_chart
 from hf_specdec.modes import get_mode, mode_names
 from hf_specdec.testing import tiny_model
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_specdec.cli.app import main
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, get_peft_model
 
-from hf_specdec.cli import main
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.heads.card import MARK, measured_by, model_card, save_card
 from hf_specdec.testing import tiny_model

@@ -10,10 +10,12 @@ import pytest
 import torch
 from test_bench import make_tokenizer
 
-from hf_specdec import __version__, bench, cli, smollm2
-from hf_specdec.bench import Case
+from hf_specdec import __version__
+from hf_specdec.cli import app as cli
 from hf_specdec.errors import SpeculationError
 from hf_specdec.generation import NO_MODE
+from hf_specdec.measure import bench, smollm2
+from hf_specdec.measure.bench import Case
 from hf_specdec.testing import tiny_model
 
 

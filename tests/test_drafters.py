@@ -138,7 +138,7 @@ def test_the_draft_model_reads_every_token_once(same: bool) -> None:
     """Its cache is kept aligned: after the prompt it sees new tokens only, and a few again after a rejection."""
     model = model_of("llama")
     draft = model_of("llama", dtype=torch.float32) if same else model_of("llama", num_hidden_layers=2)
-    hf_specdec.structure.support(draft)
+    hf_specdec.target.support.support(draft)
     with Counting(draft) as counted:
         stats = assert_same(
             model,

@@ -11,14 +11,14 @@ import torch
 from conftest import assert_same, assert_unchanged, model_of, prompt, run, snapshot
 
 import hf_specdec
-from hf_specdec import cache as kv
 from hf_specdec.draft import Budget
 from hf_specdec.drafters import early_exit
 from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.errors import InvalidSettingError, UnsupportedModelError
-from hf_specdec.forward import CachedModel
-from hf_specdec.halves import Halves, find_layers
-from hf_specdec.structure import halves_agree, support
+from hf_specdec.target import kv_cache as kv
+from hf_specdec.target.cached_model import CachedModel
+from hf_specdec.target.halves import Halves, find_layers
+from hf_specdec.target.support import halves_agree, support
 from hf_specdec.testing import tiny_model_names
 
 

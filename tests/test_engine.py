@@ -12,9 +12,9 @@ from conftest import assert_same, assert_unchanged, model_of, noisy_trees, promp
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
-from hf_specdec.control import AdaptiveController
+from hf_specdec.decoding.control import AdaptiveController
 from hf_specdec.errors import DraftError
-from hf_specdec.structure import support
+from hf_specdec.target.support import support
 from hf_specdec.testing import ScriptedDrafter, tiny_model_names
 
 MODELS = tiny_model_names()
@@ -501,7 +501,7 @@ def test_the_context_limit_of_learned_positions_is_not_run_over() -> None:
 
 
 def test_holes_are_squeezed_out() -> None:
-    from hf_specdec.forward import CachedModel
+    from hf_specdec.target.cached_model import CachedModel
 
     model = model_of("llama")
     compacted = []

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec import errors
-from hf_specdec.compat import CACHE_KEY
+from hf_specdec.host.names import CACHE_KEY
 from hf_specdec.testing import ScriptedDrafter, tiny_model
 
 LOOKUP = {"speculative_mode": "prompt_lookup"}
@@ -21,7 +21,7 @@ LOOKUP = {"speculative_mode": "prompt_lookup"}
 def refused(error: type[Exception], match: str, model: Any = None, inputs: Any = None, **kwargs: Any) -> None:
     """Assert that the call raises this error without a forward and without a trace."""
     model = model_of("llama") if model is None else model
-    hf_specdec.structure.support(model_of("llama"))  # the self-test is not what is counted here
+    hf_specdec.target.support.support(model_of("llama"))  # the self-test is not what is counted here
     before = snapshot(model)
     ran = []
     handle = model.register_forward_pre_hook(lambda *args: ran.append(1))
@@ -301,7 +301,7 @@ def test_training_after_first_use_is_noticed_and_moves_no_generator() -> None:
 
 def test_cache_layers_of_an_unknown_kind_are_refused() -> None:
     """They may hold more than keys and values (an index, say), which nobody here would roll back."""
-    from hf_specdec import cache as kv
+    from hf_specdec.target import kv_cache as kv
 
     class WithAnIndex(transformers.cache_utils.DynamicLayer):
         pass
@@ -351,7 +351,7 @@ def test_a_model_that_ignores_the_cache_is_found_by_the_self_test() -> None:
 
 
 def test_a_model_that_ignores_tree_masks_gets_chains() -> None:
-    from hf_specdec.structure import support
+    from hf_specdec.target.support import support
 
     model = tiny_model("llama", seed=10)
     inner = model.model

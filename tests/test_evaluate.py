@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import letter_tokenizer, model_with_heads, prompt, run
+from hf_specdec.cli.app import main
 from huggingface_hub import ModelCard
 from peft import PeftConfig, get_peft_model, inject_adapter_in_model
 
 import hf_specdec
-from hf_specdec.cli import main
 from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataError
 from hf_specdec.heads import MedusaConfig, find_exit, find_heads
 from hf_specdec.testing import tiny_model

@@ -12,9 +12,9 @@ from peft import inject_adapter_in_model
 from hf_specdec import EarlyExitDrafter
 from hf_specdec.draft import Context, Draft, Scores, Verdict
 from hf_specdec.errors import AdapterError, InvalidSettingError, UnsupportedModelError
-from hf_specdec.halves import Handover, watch
 from hf_specdec.heads import MedusaConfig, find_exit, find_heads
 from hf_specdec.heads.exit import ExitReader
+from hf_specdec.target.halves import Handover, watch
 from hf_specdec.testing import tiny_model
 
 EXIT = 2

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hf_specdec import few_rows
-from hf_specdec.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows, quickest
-from hf_specdec.halves import Halves
+from hf_specdec.target import few_rows
+from hf_specdec.target.few_rows import FEW_ROWS, Linear, linear, quick_on_few_rows, quickest
+from hf_specdec.target.halves import Halves
 from hf_specdec.testing import tiny_model
 
 

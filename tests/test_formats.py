@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt, run
+from hf_specdec.cli.app import main
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_heads import trained, weights
 from torch import nn
 from torch.nn import functional
 
-from hf_specdec.cli import main
 from hf_specdec.errors import AdapterError
 from hf_specdec.heads import find_heads
 from hf_specdec.heads.formats import convert, export_vllm

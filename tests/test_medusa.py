@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 import hf_specdec
 from hf_specdec import MedusaDrafter, MedusaModeConfig
 from hf_specdec.draft import Budget, Context
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafter import Drafter
 from hf_specdec.errors import AdapterError, InvalidSettingError, UnsupportedModelError
 from hf_specdec.heads import find_heads
 from hf_specdec.sampling import NoiseTape, Selection

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import letter_tokenizer, prompt, run
+from hf_specdec.cli.app import main
 from safetensors.torch import load_file
 from test_exit import hidden_at_exit
 from transformers import Trainer
 
 import hf_specdec
-from hf_specdec.cli import main
 from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataError
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.testing import tiny_model
 from hf_specdec.training import DataSettings, TrainingSettings, read_prompts, train_heads
-from hf_specdec.training.cache import AnswerCache, weights_digest
+from hf_specdec.training.answers import AnswerCache, weights_digest
 from hf_specdec.training.data import Answers, answer
 from hf_specdec.training.exit import Texts, states_at_exit
 from hf_specdec.training.losses import distillation_loss, feature_loss, head_weights

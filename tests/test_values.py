@@ -8,8 +8,8 @@ import pytest
 
 import hf_specdec
 from hf_specdec import AssistantConfig, Draft, PromptLookupConfig, SpeculationStats, Verdict, tree
+from hf_specdec.decoding.stats import RowStats, publish
 from hf_specdec.errors import DraftError, InvalidSettingError
-from hf_specdec.stats import RowStats, publish
 
 #        0
 #       / \

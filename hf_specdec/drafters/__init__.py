@@ -1,7 +1,7 @@
 """One file per way of drafting; the mode, the file and the class share a stem."""
 
+from ..drafter import Drafter
 from .assistant import AssistantDrafter
-from .base import Drafter
 from .early_exit import EarlyExitDrafter
 from .lookahead import LookaheadDrafter
 from .medusa import MedusaDrafter

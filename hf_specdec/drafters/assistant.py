@@ -16,10 +16,10 @@ import torch
 
 from ..config import AssistantConfig
 from ..draft import Budget, Context, Draft
+from ..drafter import Drafter
 from ..errors import IncompatibleVocabularyError, UnsupportedModelError
-from ..forward import CachedModel
-from ..structure import support
-from .base import Drafter
+from ..target.cached_model import CachedModel
+from ..target.support import support
 
 
 class AssistantDrafter(Drafter):

@@ -25,13 +25,13 @@ import torch
 
 from ..config import AssistantConfig, EarlyExitConfig
 from ..draft import Budget, Context, Draft, Scores, Verdict
+from ..drafter import Drafter
 from ..errors import InvalidSettingError, UnsupportedModelError
-from ..forward import CachedModel
-from ..halves import Halves, Handover, find_layers, head_logits, watch
 from ..heads.exit import BoundExit, ExitReader
-from ..structure import halves_agree, support
+from ..target.cached_model import CachedModel
+from ..target.halves import Halves, Handover, find_layers, head_logits, watch
+from ..target.support import halves_agree, support
 from .assistant import AssistantDrafter
-from .base import Drafter
 
 # exits that "auto" measures, as parts of the layers
 _EXITS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)

@@ -30,7 +30,7 @@ import torch
 from .. import tree
 from ..config import LookaheadConfig
 from ..draft import Budget, Context, Draft, Scores, Verdict
-from .base import Drafter
+from ..drafter import Drafter
 from .votes import grow
 
 # tokens before an n-gram that tell how well it fits

@@ -21,9 +21,9 @@ import torch
 
 from ..config import MedusaModeConfig
 from ..draft import Budget, Context, Draft
+from ..drafter import Drafter
 from ..errors import InvalidSettingError
 from ..heads.module import BoundHeads
-from .base import Drafter
 from .prompt_lookup import PromptLookupDrafter
 
 # most nodes of a row that a level goes on from, and how many nodes of the whole tree are one of them

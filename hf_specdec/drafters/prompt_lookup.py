@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ..config import PromptLookupConfig
 from ..draft import Budget, Context, Draft
-from .base import Drafter
+from ..drafter import Drafter
 from .votes import grow
 
 _LEAST_PROBABILITY = 0.04

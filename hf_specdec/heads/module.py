@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import AdapterError
-from ..few_rows import Linear, linear
+from ..target.few_rows import Linear, linear
 from .config import MedusaConfig
 
 

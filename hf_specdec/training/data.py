@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..draft import Budget, Context, Draft, Scores, Verdict
-from ..drafters.base import Drafter
+from ..drafter import Drafter
 from ..errors import ConfigurationError, TrainingDataError
 from ..heads.module import lm_head_shape
 

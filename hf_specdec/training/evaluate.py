@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from ..bench import Prompt, read_prompts
 from ..config import MedusaModeConfig
 from ..draft import Budget, Context
 from ..drafters.medusa import MedusaDrafter
 from ..errors import ConfigurationError, TrainingDataError
-from ..halves import Halves, Handover, head_logits
 from ..heads.exit import BoundExit
 from ..heads.model import find_exit, find_heads
 from ..heads.module import BoundHeads
-from ..report import OVERALL
+from ..measure.bench import Prompt, read_prompts
+from ..measure.report import OVERALL
 from ..sampling import Selection
+from ..target.halves import Halves, Handover, head_logits
 from .data import Answers, DataSettings, answer, joined
 from .losses import accuracy, distillation_loss, rank_of
 from .medusa import HeadsInTraining, Positions

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..halves import Halves
 from ..heads.exit import BoundExit
-from .cache import written_whole
+from ..target.halves import Halves
+from .answers import written_whole
 from .data import Answers
 from .losses import distillation_loss, feature_loss, rank_of
 from .settings import TrainingSettings

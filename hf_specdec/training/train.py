@@ -21,7 +21,7 @@ from ..errors import ConfigurationError, TrainingDataError
 from ..heads.config import MedusaConfig
 from ..heads.model import find_exit, find_heads
 from ..heads.module import SharedOutput
-from .cache import AnswerCache, prompts_digest, weights_digest, write_whole
+from .answers import AnswerCache, prompts_digest, weights_digest, write_whole
 from .data import Answers, DataSettings
 from .exit import ExitInTraining, Texts, states_at_exit
 from .losses import accuracy

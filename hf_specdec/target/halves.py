@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from ..host.modules import shell
 from .few_rows import quick_on_few_rows
-from .shells import shell
 
 
 @dataclass

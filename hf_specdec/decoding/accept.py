@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from .sampling import Selection
+from ..sampling import Selection
 
 
 @dataclass(frozen=True)

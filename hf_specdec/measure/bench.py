@@ -14,7 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from .errors import (
+from ..decoding.stats import record
+from ..errors import (
     AdapterError,
     ConfigurationError,
     IncompatibleVocabularyError,
@@ -23,8 +24,8 @@ from .errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
-from .generation import NO_MODE
-from .modes import get_mode, mode_names
+from ..generation import NO_MODE
+from ..modes import get_mode, mode_names
 from .report import (
     OVERALL,
     PLAIN,
@@ -40,7 +41,6 @@ from .report import (
     count_tokens,
     summarize,
 )
-from .stats import record
 
 # a mode that raises one of these cannot run here; anything else is a failure of the mode
 _REFUSALS = (AdapterError, ConfigurationError, UnsupportedError, IncompatibleVocabularyError)
@@ -236,7 +236,7 @@ def describe(model: Any, name: str, assistant: str | None = None) -> Environment
     import torch
     import transformers
 
-    from ._version import __version__
+    from .._version import __version__
 
     device = model.device
     return Environment(

@@ -11,12 +11,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from . import cli_heads
-from ._version import __version__
-from .errors import ConfigurationError, SpeculationError
+from .._version import __version__
+from ..errors import ConfigurationError, SpeculationError
+from . import heads as cli_heads
 
 if TYPE_CHECKING:  # what measures is imported when something is measured
-    from .bench import Progress, Prompt, Report, Settings
+    from ..measure.bench import Progress, Prompt, Report, Settings
 
 _DIFFERS, _WRONG_CALL, _INTERRUPTED = 1, 2, 130
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     _require("rich", *([] if arguments.no_chart else ["matplotlib"]))
     _check_writable(arguments.json, None if arguments.no_chart else arguments.chart)
-    from . import demo
-    from .bench import Settings
+    from ..measure import demo
+    from ..measure.bench import Settings
 
     settings = Settings(
         max_new_tokens=arguments.max_new_tokens,
@@ -65,8 +65,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     _require("rich")
     _check_writable(arguments.json)
-    from . import demo
-    from .bench import Settings, read_prompts
+    from ..measure import demo
+    from ..measure.bench import Settings, read_prompts
 
     settings = Settings(
         max_new_tokens=arguments.max_new_tokens,
@@ -98,8 +98,8 @@ def _measure(
     """What both commands do: load, measure, and write the JSON file if one is wanted."""
     import torch
 
-    from . import bench
-    from .modes import get_mode
+    from ..measure import bench
+    from ..modes import get_mode
 
     for name in arguments.modes or ():
         get_mode(name)  # a misspelt name should not have to wait for the model
@@ -108,7 +108,7 @@ def _measure(
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = arguments.model
     if source is None:
-        from .smollm2 import smollm2_folder
+        from ..measure.smollm2 import smollm2_folder
 
         source = str(smollm2_folder())
     with _progress_bar() as progress:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..draft import Budget, Context, Draft
-from ..drafters.base import Drafter
+from ..drafter import Drafter
 from ..errors import TrainingDataError
 from .data import PER_TOKEN, Answers, DataSettings, answer, joined, say
 from .prompts import encode, opening

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .draft import Draft, Verdict
+from ..draft import Draft, Verdict
 
 
 @dataclass

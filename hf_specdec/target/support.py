@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from . import cache as kv
-from .compat import CACHE_KEY
-from .errors import UnsupportedCacheError, UnsupportedModelError
+from ..errors import UnsupportedCacheError, UnsupportedModelError
+from ..host.names import CACHE_KEY
+from . import kv_cache as kv
 from .halves import Halves
-from .last_hidden import watch_head
+from .hidden import watch_head
 
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
@@ -306,13 +306,13 @@ class _Reference:
         return cache
 
     def _runner(self, support: Support) -> Any:
-        from .forward import CachedModel
+        from .cached_model import CachedModel
 
         return CachedModel(self.model, support, self.prefill(), padding=None, next_position=[self.PROMPT])
 
     def rows_agree(self, support: Support) -> bool:
         """Whether rows of a batch may advance by different lengths: one keeps root and a, the other only the root."""
-        from .forward import CachedModel
+        from .cached_model import CachedModel
 
         try:
             runner, _ = CachedModel.filled(self.model, support, [self.prompt, self.prompt])

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from . import tree
-from .draft import Budget, Draft, Verdict
+from .. import tree
+from ..draft import Budget, Draft, Verdict
 
 # Cost of a forward over n tokens relative to one token, until it has been measured (tokens of all rows)
 _PRIOR_COST = {

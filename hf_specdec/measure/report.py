@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .generation import NO_MODE
+from ..generation import NO_MODE
 
 PLAIN = "plain"
 OVERALL = "overall"

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import AdapterError, ConfigurationError, SpeculationError
+from ..errors import AdapterError, ConfigurationError, SpeculationError
 
 if TYPE_CHECKING:
-    from .heads import MedusaConfig
-    from .training import Evaluation, ExitEvaluation
+    from ..heads import MedusaConfig
+    from ..training import Evaluation, ExitEvaluation
 
 
 def add_commands(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
@@ -159,10 +159,10 @@ def _add_card(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     import torch
 
-    from .bench import load_model, load_tokenizer
-    from .heads import MedusaConfig
-    from .heads.module import lm_head_shape
-    from .training import DataSettings, TrainingSettings, train_heads
+    from ..heads import MedusaConfig
+    from ..heads.module import lm_head_shape
+    from ..measure.bench import load_model, load_tokenizer
+    from ..training import DataSettings, TrainingSettings, train_heads
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -226,7 +226,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _card(arguments: argparse.Namespace) -> int:
-    from .heads.card import measured_by
+    from ..heads.card import measured_by
 
     columns = arguments.columns or [path.stem for path in arguments.bench]
     if len(columns) != len(arguments.bench):
@@ -245,9 +245,9 @@ def _card(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from .bench import load_adapter, load_model, load_tokenizer
-    from .heads.card import evaluation_tables
-    from .training.evaluate import NODES, evaluate_exit, evaluate_heads
+    from ..heads.card import evaluation_tables
+    from ..measure.bench import load_adapter, load_model, load_tokenizer
+    from ..training.evaluate import NODES, evaluate_exit, evaluate_heads
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -280,7 +280,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _note(adapter: Path, settings: MedusaConfig, repo: str | None, **found: Any) -> None:
     """Put findings into an adapter's provenance, and make its card anew unless somebody wrote it."""
-    from .heads.card import save_card
+    from ..heads.card import save_card
 
     settings.provenance = {**(settings.provenance or {}), **found}
     settings.save_pretrained(str(adapter))
@@ -301,7 +301,7 @@ def _base_of(settings: MedusaConfig, given: str | None) -> str:
 def _settings_of(adapter: str) -> MedusaConfig:
     from peft import PeftConfig
 
-    from .heads import MedusaConfig
+    from ..heads import MedusaConfig
 
     try:
         settings = PeftConfig.from_pretrained(adapter)
@@ -315,7 +315,7 @@ def _settings_of(adapter: str) -> MedusaConfig:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from .heads.formats import convert, export_vllm
+    from ..heads.formats import convert, export_vllm
 
     if arguments.to == "peft":
         config = convert(arguments.source, arguments.output, arguments.base)
@@ -323,8 +323,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(f"{config.num_heads} heads of {config.num_layers} layers for {base_name}")
         print(f"Saved to {arguments.output}; load them with model.load_adapter({str(arguments.output)!r})")
         return 0
-    from .bench import load_adapter, load_model
-    from .heads import find_heads
+    from ..heads import find_heads
+    from ..measure.bench import load_adapter, load_model
 
     settings = _settings_of(arguments.source)
     base = _base_of(settings, arguments.base)

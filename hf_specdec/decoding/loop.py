@@ -12,17 +12,17 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as host_criteria
 
-from . import cache as kv
+from ..draft import Context, Draft, Scores, Verdict, check_draft
+from ..drafter import Drafter
+from ..host.names import CACHE_KEY, decoder_only_output
+from ..sampling import NoiseTape, Selection, generator_state, set_generator_state
+from ..target import kv_cache as kv
+from ..target.cached_model import CachedModel
+from ..target.hidden import LastHidden, watch_head
+from ..target.support import Support
 from .accept import Offer, Rule
-from .compat import CACHE_KEY, decoder_only_output
 from .control import Controller
-from .draft import Context, Draft, Scores, Verdict, check_draft
-from .drafters.base import Drafter
-from .forward import CachedModel
-from .last_hidden import LastHidden, watch_head
-from .sampling import NoiseTape, Selection, generator_state, set_generator_state
 from .stats import RowStats, SpeculationStats
-from .structure import Support
 from .transcript import Outputs, Transcript
 from .verify import node_outputs, verify
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .shells import shell
+from ..host.modules import shell
 
 # numbers of rows that are tried from the left; others are filled up to one of them with zeros
 _QUICK = (2, 4, 5, 6, 8, 16)

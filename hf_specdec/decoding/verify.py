@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .draft import Draft, Scores
-from .forward import CachedModel
-from .last_hidden import LastHidden, watch_head
+from ..draft import Draft, Scores
+from ..target.cached_model import CachedModel
+from ..target.hidden import LastHidden, watch_head
 
 
 def verify(
