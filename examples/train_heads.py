@@ -48,11 +48,11 @@ def main() -> None:
             tokenizer,
             [data],
             output,
-            config=MedusaConfig(num_heads=3, head_type="sequential"),
+            MedusaConfig(num_heads=3, head_type="sequential"),
             data_settings=DataSettings(max_new_tokens=arguments.max_new_tokens, batch_size=4),
             settings=TrainingSettings(epochs=4, batch_size=32, eval_part=0.3),
         )
-        for number, head in enumerate(report.heads):
+        for number, head in enumerate(report.heads, start=1):
             print(f"head {number}: top-1 {head['top1']:.2f} on held-out prompts")
         model.load_adapter(str(output))
 

@@ -1,116 +1,43 @@
-"""The values that pass between the rooms: Context, Budget, Draft, Scores, Verdict.
+"""The values of a round: what may be drafted, what is, what the target says of it, and what comes of it.
 
 Shapes: B rows of the batch, n nodes of the widest tree, V vocabulary, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from . import tree
 from .errors import DraftError
 
-if TYPE_CHECKING:
-    from .sampling import NoiseTape, Selection
+# what the LM head is given, among the numbers of layers in a `HiddenRequest`
+LAST_HIDDEN = -1
 
 
-@dataclass
-class Context:
-    """What has been committed so far, as the drafters may see it. Only the loop writes it."""
+@dataclass(frozen=True)
+class HiddenRequest:
+    """Which hidden states of the target a drafter reads. They come with the scores (`Scores.hidden`).
 
-    # per row: the prompt without its padding, then every committed token
-    tokens: list[list[int]]
-    # per row: how many of `tokens` are prompt
-    prompt_lengths: list[int]
-    # per row: nothing more will be committed
-    finished: list[bool]
-    # where drafts on the accelerator should live
-    device: torch.device
-    # how the target turns logits into tokens; pure parts may be replayed on drafts
-    selection: Selection
-    # [B, P]: the prompts as the processors see them, with their padding
-    padded_prompts: torch.Tensor
-    # what the LM head was given where it scored the last committed tokens, for drafters with `needs_hidden`: [B, d]
-    hidden: torch.Tensor | None = None
+    Layers are counted as in transformers' `hidden_states`: 0 is what enters the first layer, i what leaves i layers
+    (before the final norm), and `LAST_HIDDEN` what the LM head is given.
+    """
+
+    # read in every round, at every node of the draft
+    layers: tuple[int, ...] = ()
+    # read in the forward over the prompts; None reads the same layers there
+    prompt_layers: tuple[int, ...] | None = None
+    # positions of the prompts, counted from their ends; None reads all of them
+    prompt_positions: tuple[int, ...] | None = (-1,)
 
     @property
-    def batch_size(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def roots(self) -> list[int]:
-        """Last committed token of every row, whose keys are not cached yet."""
-        return [row[-1] for row in self.tokens]
-
-    def step(self, row: int) -> int:
-        """Number of tokens generated so far in `row`."""
-        return len(self.tokens[row]) - self.prompt_lengths[row]
-
-    def input_ids(self, row: int, drafted: Sequence[int] = ()) -> torch.Tensor:
-        """`[1, T]`: what the processors would see in `row` after these drafted tokens."""
-        prompt = self.padded_prompts[row : row + 1]
-        generated = [*self.tokens[row][self.prompt_lengths[row] :], *drafted]
-        return torch.cat([prompt, prompt.new_tensor([generated])], dim=1) if generated else prompt
-
-    def probabilities(
-        self, logits: torch.Tensor, rows: Sequence[int], drafted: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """What the target would sample from, were these its logits: after its processors, where they may be replayed.
-
-        Args:
-            logits: `[k, V]`, of a drafter or of the target.
-            rows: which row of the batch each belongs to.
-            drafted: what was drafted in that row before it.
-
-        Returns:
-            probabilities `[k, V]`.
-        """
-        selection, logits = self.selection, logits.to(self.device, torch.float32)
-        if not selection.processors or not selection.is_row_wise:
-            return logits.softmax(-1)
-        if selection.is_context_free:
-            return selection.process(self.padded_prompts, logits, None).softmax(-1)
-        scores = [
-            selection.process(self.input_ids(row, path), logits[i : i + 1], [row])
-            for i, (row, path) in enumerate(zip(rows, drafted, strict=True))
-        ]
-        return torch.cat(scores).softmax(-1)
-
-    def coupled(self, probabilities: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
-        """Probabilities `[k, V]` over the noise of the target's sampling: their argmax is its likeliest pick.
-
-        Unchanged where the target is greedy, the tape may not be read ahead, or the step is over.
-
-        Args:
-            probabilities: `[k, V]`; V may fall short of the target's vocabulary.
-            rows: which row of the batch each belongs to.
-            steps: which generated token of that row each is about.
-        """
-        tape = self.tape
-        if tape is None:
-            return probabilities
-        noise = [
-            tape.noise(step)[row, : probabilities.shape[1]]
-            if step >= self.step(row) and not self.finished[row]
-            else torch.ones_like(probabilities[0])
-            for row, step in zip(rows, steps, strict=True)
-        ]
-        return probabilities / torch.stack(noise)
-
-    @property
-    def draws_own_noise(self) -> bool:
-        """Whether the acceptance rule compares distributions, so that drafts must be drawn from q."""
-        return self.selection.do_sample and self.selection.tape is None
-
-    @property
-    def tape(self) -> NoiseTape | None:
-        """The noise that sampling will use, or None where reading it ahead is not allowed."""
-        return self.selection.readable_tape
+    def of_prompt(self) -> tuple[int, ...]:
+        """The layers that are read in the forward over the prompts."""
+        return self.layers if self.prompt_layers is None else self.prompt_layers
 
 
 class Pays(Protocol):
@@ -135,7 +62,7 @@ class Budget:
     trees: bool
     # for drafters that pay per token: draft one more?
     pays: Pays
-    # plain steps that a forward over so many nodes a row takes here; None where nobody measures
+    # plain steps that a forward over so many nodes per row takes here; None where costs are not measured
     cost: Callable[[int], float] | None = None
     # only what costs next to nothing to draft is asked for: the rest has not paid lately
     free_only: bool = False
@@ -143,7 +70,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Draft:
-    """A token tree per row. A chain is a tree; rows may differ in shape and size."""
+    """A token tree per row, made by `of`, `chains` or `empty`. A chain is a tree; rows may differ in shape and size."""
 
     # [B, n]; node 0 is the root, the last committed token
     tokens: list[list[int]]
@@ -179,12 +106,24 @@ class Draft:
         confidence: Sequence[Sequence[float]] | None = None,
         q: torch.Tensor | None = None,
     ) -> Draft:
-        """One chain a row: `continuations[b]` follows `roots[b]`."""
+        """One chain per row: `continuations[b]` follows `roots[b]`."""
         return cls(
             tokens=[[root, *chain] for root, chain in zip(roots, continuations, strict=True)],
             parents=[list(range(-1, len(chain))) for chain in continuations],
             confidence=None if confidence is None else [[1.0, *row] for row in confidence],
             q=q,
+        )
+
+    @classmethod
+    def of(cls, trees: Sequence[tree.TreeBuilder], q: torch.Tensor | None = None) -> Draft:
+        """The draft of these trees, one per row."""
+        rides = any(any(row.passenger) for row in trees)
+        return cls(
+            tokens=[row.tokens for row in trees],
+            parents=[row.parents for row in trees],
+            confidence=[row.confidence for row in trees],
+            q=q,
+            passenger=[row.passenger for row in trees] if rides else None,
         )
 
     @property
@@ -193,7 +132,7 @@ class Draft:
 
     @cached_property
     def width(self) -> int:
-        """Nodes of the widest row, the root included: the tokens a forward over this draft processes a row."""
+        """Nodes of the widest row, the root included: the tokens per row of a forward over this draft."""
         return max(len(row) for row in self.tokens)
 
     @property
@@ -241,26 +180,6 @@ class Draft:
             q=q,
             passenger=None if self.passenger is None else pick(self.passenger),
         )
-
-    def joined(self, other: Draft, nodes: int) -> Draft:
-        """The best `nodes` drafted nodes a row of this draft and another one for the same roots, in one tree.
-
-        Both have confidences, neither has q or passengers. They are taken to err independently: a node that both
-        hold, with confidences a and b, gets 1 - (1 - a)(1 - b).
-        """
-        assert self.confidence is not None
-        assert other.confidence is not None
-        rows = [
-            tree.union(*both)
-            for both in zip(
-                zip(self.tokens, self.parents, self.confidence, strict=True),
-                zip(other.tokens, other.parents, other.confidence, strict=True),
-                strict=True,
-            )
-        ]
-        tokens, parents, confidence = (list(part) for part in zip(*rows, strict=True))
-        whole = Draft(tokens=tokens, parents=parents, confidence=confidence)
-        return whole.keep([sorted(tree.best_first(parents, values)[: nodes + 1]) for _, parents, values in rows])
 
     def within(self, rooms: Sequence[int]) -> Draft:
         """The draft without nodes deeper than each row's room: they could not be committed, nor have a position."""
@@ -325,6 +244,18 @@ def check_draft(draft: Draft, roots: Sequence[int], vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
+class AttentionLayout:
+    """Where the keys of a forward over drafts lie in its attentions."""
+
+    # slots that the KV cache held before the forward
+    slots_before: int
+    # whether keys fill a static cache
+    static: bool
+    # per layer: keys that a plain step of a sliding window sees; None where it sees all
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
 class Scores:
     """What the target says about the drafts of the rows it still carries: k of them, finished ones may be gone."""
 
@@ -332,11 +263,13 @@ class Scores:
     logits: torch.Tensor
     # [k]: which row of the batch each is
     rows: list[int]
-    # [k, n, d], what the LM head was given, where the drafter declares `needs_hidden`
-    hidden: torch.Tensor | None = None
+    # layer -> [k, n, d], the hidden states that the drafter asked for (`Drafter.hidden`)
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     # per layer [k, n, d] and [k, heads, n, keys], where the user asked for them
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
+    # how the keys of `attentions` lie; None for the prompts' forward, whose outputs are returned whole
+    layout: AttentionLayout | None = None
 
 
 @dataclass(frozen=True)

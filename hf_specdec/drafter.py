@@ -1,16 +1,16 @@
-"""What a drafter is: three verbs."""
+"""What a drafter is: it proposes, the target decides."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .draft import Budget, Context, Draft, Scores, Verdict
+from .context import Context
+from .draft import Budget, Draft, HiddenRequest, Scores, Verdict
 from .sampling import Selection
 from .target.cached_model import CachedModel
 
@@ -21,14 +21,13 @@ class Drafter(CandidateGenerator, ABC):
     A drafter can be wrong, it cannot be harmful: whatever it proposes, the target's own tokens are committed. So
     it holds no rule of acceptance.
 
-    To write one, implement `propose`; `start` and `observe` are for drafters with a memory, `watching` and `attach`
-    for those that use the target itself. It is also a
-    `CandidateGenerator` of transformers: `get_candidates` is its best chain, so transformers' own assisted decoding
-    can drive it.
+    To write one, implement `propose`; `start` and `observe` are for drafters with a memory, `hidden` and `attach` for
+    those that read or run the target itself. It is also a `CandidateGenerator` of transformers: `get_candidates` is its
+    best chain, so transformers' own assisted decoding can drive it.
     """
 
-    # whether `Context.hidden` should hold what the target's LM head was given
-    needs_hidden: ClassVar[bool] = False
+    # the target's hidden states that it reads; may be set anew in `start`
+    hidden: HiddenRequest = HiddenRequest()
 
     # whether part of its drafts costs next to nothing, so that it is asked for them when the rest does not pay
     drafts_for_free: bool = False
@@ -40,12 +39,14 @@ class Drafter(CandidateGenerator, ABC):
     def start(self, context: Context) -> None:
         """A new call begins; `context` holds the prompts."""
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """Entered around the forward over the prompts, for drafters that look into the target there."""
-        return nullcontext()
+    def attach(self, target: CachedModel, prompt: Scores) -> None:
+        """The prompts are in the target's KV cache.
 
-    def attach(self, target: CachedModel) -> None:
-        """The prompts are in the target's cache. For drafters that draft with a part of the target."""
+        Args:
+            target: the target, for drafters that draft with a part of it.
+            prompt: the forward over the prompts: logits `[B, 1, V]` at their ends, and the hidden states asked for,
+                per layer `[B, P, d]` at the positions asked for, padding of shorter prompts on the left included.
+        """
 
     @abstractmethod
     def propose(self, context: Context, budget: Budget) -> Draft:

@@ -1,27 +1,18 @@
-"""The modes by name. A new mode is one `register_mode` line."""
+"""The modes by name, and a mode as the default of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from .config import (
-    AssistantConfig,
-    EarlyExitConfig,
-    LookaheadConfig,
-    MedusaModeConfig,
-    PromptLookupConfig,
-    SpeculativeConfig,
-)
+from transformers import GenerationConfig
+
+from .config import SpeculativeConfig, make_config
 from .drafter import Drafter
-from .drafters.assistant import AssistantDrafter
-from .drafters.early_exit import EarlyExitDrafter
-from .drafters.lookahead import LookaheadDrafter
-from .drafters.medusa import MedusaDrafter
-from .drafters.prompt_lookup import PromptLookupDrafter
-from .errors import ConflictingArgumentsError, UnknownModeError
-from .heads import find_exit, find_heads, has_exit
+from .errors import UnknownModeError
+from .host.generate import keep_own_entries
 
 
 @dataclass(frozen=True)
@@ -34,12 +25,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of drafting."""
+    """A way of drafting: `speculative_mode=name`."""
 
     name: str
     config: type[SpeculativeConfig]
     build: Callable[[Request, Any], Drafter]
+    # whether it takes `assistant_model=`; for any other mode the argument is an error
     needs_assistant: bool = False
+    # the kind of draft heads (`HeadKind.name`) without which it cannot draft
+    needs_heads: str | None = None
+    # settings with which the conformance suite can expect drafts from it on models of three layers
+    conformance: Mapping[str, Any] = field(default_factory=dict)
 
 
 _modes: dict[str, Mode] = {}
@@ -48,6 +44,12 @@ _modes: dict[str, Mode] = {}
 def register_mode(mode: Mode) -> None:
     """Make `speculative_mode=mode.name` available (replacing a mode of that name)."""
     _modes[mode.name] = mode
+
+
+def unregister_mode(name: str) -> None:
+    """Take a mode away again. Raises `UnknownModeError` where there is none of this name."""
+    get_mode(name)
+    del _modes[name]
 
 
 def mode_names() -> list[str]:
@@ -68,33 +70,29 @@ def get_mode(name: Any) -> Mode:
     return _modes[name]
 
 
-def _assistant(request: Request, config: AssistantConfig) -> Drafter:
-    if request.assistant_model is None:
-        raise ConflictingArgumentsError(
-            "speculative_mode='assistant' needs assistant_model=, a smaller model with the same tokenizer."
-        )
-    return AssistantDrafter(
-        request.assistant_model, config, request.model.config.get_text_config(decoder=True).vocab_size
-    )
+def configure(target: Any, mode: str | None, config: dict[str, Any] | SpeculativeConfig | None = None) -> None:
+    """Make a mode the default of a model or a `GenerationConfig`, so that it is saved with it.
 
+    Args:
+        target: a model (its `generation_config` is replaced by a copy that carries the mode) or a `GenerationConfig`
+            (changed in place).
+        mode: name of the mode; None removes it again.
+        config: settings, a dict or the mode's config.
 
-register_mode(Mode("assistant", AssistantConfig, _assistant, needs_assistant=True))
-
-
-def _early_exit(request: Request, config: EarlyExitConfig) -> Drafter:
-    trained = None
-    if config.adapter is not None or (config.exit_layer == "auto" and has_exit(request.model)):
-        trained = find_exit(request.model, config.adapter)
-    return EarlyExitDrafter(request.model, config, trained)
-
-
-register_mode(Mode("early_exit", EarlyExitConfig, _early_exit))
-register_mode(Mode("lookahead", LookaheadConfig, lambda request, config: LookaheadDrafter(config)))
-register_mode(
-    Mode(
-        "medusa",
-        MedusaModeConfig,
-        lambda request, config: MedusaDrafter(find_heads(request.model, config.adapter), config),
-    )
-)
-register_mode(Mode("prompt_lookup", PromptLookupConfig, lambda request, config: PromptLookupDrafter(config)))
+    Raises:
+        UnknownModeError, InvalidSettingError: before anything is changed.
+    """
+    settings: dict[str, Any] | None = None
+    if mode is not None:
+        settings = make_config(get_mode(mode).config, config, mode).to_dict()
+    generation_config = target
+    if not isinstance(target, GenerationConfig):
+        generation_config = copy.deepcopy(target.generation_config)
+    for name, value in (("speculative_mode", mode), ("speculative_config", settings or None)):
+        if value is not None:
+            setattr(generation_config, name, value)
+        elif hasattr(generation_config, name):
+            delattr(generation_config, name)  # without this package an entry would be silently ignored
+    keep_own_entries(generation_config)
+    if generation_config is not target:
+        target.generation_config = generation_config

@@ -8,6 +8,7 @@ decoding and sampling are verified by the same rule, and a seed gives the text t
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 
 import torch
@@ -153,6 +154,11 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def forked_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the default generators, the CPU's and the device's, as they are, whatever is drawn inside."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @cache

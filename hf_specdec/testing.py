@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .draft import Budget, Context, Draft, Scores, Verdict
+from .context import Context
+from .draft import Budget, Draft, Scores, Verdict
 from .drafter import Drafter
 
 # A script answers: what should be drafted for this row, whose text so far is this? A chain of tokens, or a

@@ -1,4 +1,4 @@
-"""Token trees as topology: parents, depths, ancestors, paths. Pure Python, one row at a time.
+"""Token trees: topology as lists of parents, and how a tree is built. Pure Python, one row at a time.
 
 A tree over n nodes is its list of parents: `parents[0] == -1` (the root, the last committed token) and
 `parents[i] < i` for every other node, so that a parent always comes before its children.
@@ -76,25 +76,79 @@ def subtree(parents: Sequence[int], nodes: Sequence[int]) -> list[int]:
     return [-1 if parents[node] < 0 else new_index[parents[node]] for node in nodes]
 
 
-Row = tuple[list[int], list[int], list[float]]
+class TreeBuilder:
+    """One row's token tree while a drafter grows it. `Draft.of` makes a draft of one builder per row.
 
-
-def union(first: Row, second: Row) -> Row:
-    """Tokens, parents and confidences of the tree that holds the paths of two trees with the same root.
-
-    A node that both hold, with confidences a and b, gets 1 - (1 - a)(1 - b).
+    Args:
+        root: the row's last committed token, node 0.
     """
-    tokens, parents, confidence = list(first[0]), list(first[1]), list(first[2])
-    known = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
-    place = [0]  # of the second tree's nodes in the union
-    for token, parent, value in list(zip(*second, strict=True))[1:]:
-        key = (place[parent], token)
-        if key not in known:
-            known[key] = len(tokens)
-            tokens.append(token)
-            parents.append(place[parent])
-            confidence.append(value)
-        else:
-            confidence[known[key]] = 1 - (1 - confidence[known[key]]) * (1 - value)
-        place.append(known[key])
-    return tokens, parents, confidence
+
+    def __init__(self, root: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        # the drafter's own estimate that a node is accepted once its parent is
+        self.confidence = [1.0]
+        # the product of these along a node's path
+        self.reached = [1.0]
+        self.passenger = [False]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, confidence: float = 1.0, *, passenger: bool = False) -> int:
+        """Put a token below a node. Returns its node."""
+        confidence = min(1.0, confidence)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.confidence.append(confidence)
+        self.reached.append(self.reached[parent] * confidence)
+        self.passenger.append(passenger)
+        return len(self.tokens) - 1
+
+    def nodes_to(self, node: int) -> list[int]:
+        """The nodes on the path from below the root to this one."""
+        path: list[int] = []
+        while node > 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def path(self, node: int) -> list[int]:
+        """The tokens on that path."""
+        return [self.tokens[at] for at in self.nodes_to(node)]
+
+    def best_path(self) -> list[float]:
+        """Confidences along the most probable path to the deepest level."""
+        depth = depths(self.parents)
+        deepest = max(range(len(self)), key=lambda node: (depth[node], self.reached[node]))
+        return [self.confidence[at] for at in self.nodes_to(deepest)]
+
+    def merge(self, other: TreeBuilder) -> None:
+        """Take in the paths of another tree with the same root.
+
+        The two drafters are taken to err independently: a node that both hold, with confidences a and b, gets
+        1 - (1 - a)(1 - b).
+        """
+        known = {key: node for node, key in enumerate(zip(self.parents, self.tokens, strict=True))}
+        place = [0]  # of the other tree's nodes in this one
+        for node in range(1, len(other)):
+            key = (place[other.parents[node]], other.tokens[node])
+            if key in known:
+                both = 1 - (1 - self.confidence[known[key]]) * (1 - other.confidence[node])
+                self.confidence[known[key]] = both
+            else:
+                known[key] = self.add(*key, other.confidence[node], passenger=other.passenger[node])
+            place.append(known[key])
+        self.reached = path_probabilities(self.parents, self.confidence)
+
+    def best(self, nodes: int) -> TreeBuilder:
+        """The tree of the root and the `nodes` other nodes that are most probably reached, in the order of addition."""
+        if nodes >= len(self) - 1:
+            return self
+        kept = sorted(best_first(self.parents, self.confidence)[: nodes + 1])
+        picked, place = TreeBuilder(self.tokens[0]), {0: 0}
+        for node in kept[1:]:
+            place[node] = picked.add(
+                place[self.parents[node]], self.tokens[node], self.confidence[node], passenger=self.passenger[node]
+            )
+        return picked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,13 +13,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from peft import inject_adapter_in_model
+from transformers import AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec.heads import MedusaConfig, find_heads
+from hf_specdec.heads.medusa.learning import HeadsInTraining, Positions
 from hf_specdec.testing import ScriptedDrafter, tiny_model
-from hf_specdec.training import TrainingSettings
 from hf_specdec.training.data import DataSettings, answer, joined
-from hf_specdec.training.medusa import HeadsInTraining, Positions
 
 torch.set_num_threads(1)  # tiny models: threads only get in one another's way
 
@@ -63,13 +64,27 @@ def add_heads(model: Any, head_type: str = "sequential", fitted: bool = True, **
         said = answer(model, prompts, DataSettings(max_new_tokens=40), do_sample=False, seed=0)
         positions = Positions(joined(said, prompts), heads.num_heads, torch.arange(heads.vocab_size))
         batch = positions.__getitems__(range(len(positions)))
-        training = HeadsInTraining(heads, TrainingSettings())
+        training = HeadsInTraining(heads)
         optimizer = torch.optim.Adam(training.parameters(), lr=0.01)
         for _ in range(60):
             optimizer.zero_grad()
             training(**batch)["loss"].backward()
             optimizer.step()
     return model
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model that others may load."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(base_folder: Path) -> Any:
+    """A base model of the test's own."""
+    return AutoModelForCausalLM.from_pretrained(base_folder).eval()
 
 
 def prompt(batch: int = 1, length: int = 12, padding: int = 0, repeat: bool = False, seed: int = 1) -> dict[str, Any]:

@@ -15,9 +15,14 @@ from conftest import model_of, prompt, run
 from transformers import LogitsProcessorList
 
 import hf_specdec
-from hf_specdec.decoding import accept
-from hf_specdec.decoding.accept import Choice, Coupled, Offer, Rejection, Typical
-from hf_specdec.decoding.control import AdaptiveController, CostModel, Experience, FixedController
+from hf_specdec.acceptance import Choice, Offer
+from hf_specdec.decoding.control import AdaptiveController, FixedController
+from hf_specdec.decoding.cost import CostModel
+from hf_specdec.decoding.experience import Experience
+from hf_specdec.rules import draws
+from hf_specdec.rules.coupled import Coupled
+from hf_specdec.rules.rejection import Rejection
+from hf_specdec.rules.typical import Typical
 from hf_specdec.sampling import NoiseTape, Selection
 from hf_specdec.testing import ScriptedDrafter
 
@@ -68,8 +73,8 @@ class Enumeration:
 @pytest.fixture
 def enumeration(monkeypatch: pytest.MonkeyPatch) -> Enumeration:
     enumeration = Enumeration()
-    monkeypatch.setattr(accept, "_coin", enumeration.coin)
-    monkeypatch.setattr(accept, "_draw", enumeration.draw)
+    monkeypatch.setattr(draws, "coin", enumeration.coin)
+    monkeypatch.setattr(draws, "token", enumeration.draw)
     return enumeration
 
 
@@ -184,17 +189,17 @@ class Wrong:
     @staticmethod
     def recovers_from_p(p: torch.Tensor, offer: Offer) -> Choice:
         token, q = offer.tokens[0], offer.q[0]
-        if accept._coin(min(1.0, float(p[token] / q[token])), None):
+        if draws.coin(min(1.0, float(p[token] / q[token])), None):
             return Choice(token, offer.nodes[0])
-        return Choice(accept._draw(p), None)
+        return Choice(draws.token(p), None)
 
     @staticmethod
     def recovers_without_norm_of_the_positive_part(p: torch.Tensor, offer: Offer) -> Choice:
         token, q = offer.tokens[0], offer.q[0]
-        if accept._coin(min(1.0, float(p[token] / q[token])), None):
+        if draws.coin(min(1.0, float(p[token] / q[token])), None):
             return Choice(token, offer.nodes[0])
         residual = (p - q).abs()
-        return Choice(accept._draw(residual / residual.sum()), None)
+        return Choice(draws.token(residual / residual.sum()), None)
 
     @staticmethod
     def takes_the_draft_for_a_point_mass(p: torch.Tensor, offer: Offer) -> Choice:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_specdec.cli.app import main
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, get_peft_model
 
-from hf_specdec.heads import MedusaConfig
+from hf_specdec.cli.app import main
+from hf_specdec.heads import MedusaConfig, TrainedExitConfig
 from hf_specdec.heads.card import MARK, measured_by, model_card, save_card
 from hf_specdec.testing import tiny_model
 
@@ -77,7 +77,8 @@ def test_the_card_says_what_was_noted() -> None:
 
 
 def test_the_card_of_an_exit() -> None:
-    card = model_card(config(head_type="exit", exit_layer=12, num_heads=4), "me/exit")
+    settings: dict[str, Any] = {"draft_vocab_size": 60, "provenance": PROVENANCE}
+    card = model_card(TrainedExitConfig(base_model_name_or_path="org/model", exit_layer=12, **settings), "me/exit")
     assert {"kangaroo", "early-exit"} < set(card.data.tags)
     assert "medusa" not in str(card)
     text = " ".join(str(card).split())
@@ -108,7 +109,7 @@ def test_the_card_says_what_was_evaluated() -> None:
         "On 6 prompts of other sources (asked.jsonl), greedy, 128 new tokens:",
         "| 2 | 3 ahead | 0.333 | 0.444 | 2.50 |\n\nMean",
         "| task | 2 nodes | 15 nodes |\n|---|---|---|\n| qa | 1.23 | 1.50 |\n| overall | 1.25 | 1.75 |\n\nThe same",
-        "| qa | 1.50 | 2.00 |\n| overall | 1.51 | 2.01 |\n\n## What",
+        "| qa | 1.50 | 2.00 |\n| overall | 1.51 | 2.01 |\n\n## Speed",
     ):
         assert said in text, text
 
@@ -181,12 +182,12 @@ def test_the_card_of_heads_that_others_trained() -> None:
         "acceptance": {"overall": [1.25]},
     }
     text = " ".join(str(model_card(config(provenance={"evaluation": evaluation}))).split())
-    assert "Not by hf-specdec; nothing is noted of it. ## What it foresees On 6 prompts" in text
+    assert "Not by hf-specdec; nothing is noted of it. ## Accuracy On 6 prompts" in text
     assert "0 positions" not in text
     assert "self-distillation" not in text
     text = str(model_card(config(provenance={"measured": {"about": "Measured.", "table": "| 1 |"}})))
-    assert "What it foresees" not in text
-    assert "nothing is noted of it.\n\n## What it brings\n\nMeasured." in text
+    assert "## Accuracy" not in text
+    assert "nothing is noted of it.\n\n## Speed\n\nMeasured." in text
 
 
 def test_the_card_holds_a_note() -> None:

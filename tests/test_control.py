@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_specdec import Draft, Verdict
-from hf_specdec.decoding.control import (
-    AdaptiveController,
-    Calibrator,
-    CostModel,
-    Experience,
-    FixedController,
-    experience_of,
-)
+from hf_specdec.decoding.control import AdaptiveController, FixedController
+from hf_specdec.decoding.cost import CostModel
+from hf_specdec.decoding.experience import Calibrator, Experience, experience_of
 
 # seconds of a forward over so many nodes, a staircase as it was once measured on two cores
 STAIRS = {1: 1.0, 2: 1.09, 3: 1.16, 4: 1.5, 5: 1.55, 6: 1.6, 7: 1.72, 8: 1.85, 9: 2.4, 10: 2.4}

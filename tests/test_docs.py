@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import re
 import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from conftest import letter_tokenizer
 from transformers import pipeline
 
@@ -20,8 +23,8 @@ from hf_specdec.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-RUN = [README, *sorted((ROOT / "docs").glob("*.md"))]  # their Python blocks are run
-PAGES = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "model_cards").glob("*.md"))]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, *SITE, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "model_cards").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -32,12 +35,12 @@ def named(path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _no_trace() -> Iterator[None]:
     """Pages and examples register modes; other tests must not see them."""
-    before = dict(modes._modes)
+    before = set(hf_specdec.mode_names())
     try:
         yield
     finally:
-        modes._modes.clear()
-        modes._modes.update(before)
+        for name in set(hf_specdec.mode_names()) - before:
+            hf_specdec.unregister_mode(name)
         hf_specdec.install()
 
 
@@ -59,25 +62,40 @@ def blocks(path: Path) -> list[tuple[str, int, str]]:
     return found
 
 
-def prose(path: Path) -> str:
-    """The page without its blocks and without code in the line."""
+def prose(path: Path) -> list[str]:
+    """The lines of the page outside of its blocks."""
     lines, inside = [], False
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("```"):
             inside = not inside
         elif not inside:
-            lines.append(re.sub(r"`[^`]*`", "", line))
-    return "\n".join(lines)
+            lines.append(line)
+    return lines
 
 
-def names_of_the_pages() -> dict[str, Any]:
-    """What the blocks of a page may use, as the README introduces it."""
-    model, draft = tiny_model("llama"), tiny_model("llama", num_hidden_layers=2)
-    for each in (model, draft):
-        each.generation_config.eos_token_id = None  # random texts might end at their first token
+def anchors(path: Path) -> set[str]:
+    """What links may point at within the page."""
+    headings = [line.lstrip("#") for line in prose(path) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def endless(**settings: Any) -> Any:
+    """A tiny model without an EOS token, since random texts might end at their first token."""
+    model = tiny_model("llama", **settings)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokenizer_of_the_pages() -> Any:
     tokenizer = letter_tokenizer()
     tokenizer.padding_side = "left"
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
+
+
+def names_of_the_pages() -> dict[str, Any]:
+    """What the blocks of a page may use, as the guide introduces it."""
+    model, draft, tokenizer = endless(), endless(num_hidden_layers=2), tokenizer_of_the_pages()
     prompts = ["abcabcabcabc", "hello-hello-hel", "xyz"]
     return {
         "__name__": "page",
@@ -90,7 +108,7 @@ def names_of_the_pages() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("path", RUN, ids=named)
+@pytest.mark.parametrize("path", SITE, ids=named)
 @pytest.mark.filterwarnings("ignore:Decoding plainly, without speculation:UserWarning")
 @pytest.mark.filterwarnings("ignore:You seem to be using the pipelines sequentially")
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +121,29 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
             exec(compile("\n" * line + code, str(path), "exec", dont_inherit=True), namespace)
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_program_of_the_readme_runs_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A folder with the name of its model stands in for the Hub's, nothing else."""
+    (program,) = [code for language, _, code in blocks(README) if language == "python"]
+    assert len(program.splitlines()) <= 10
+    folder = tmp_path / re.findall(r'^name = "([\w./-]+)"$', program, re.MULTILINE)[0]
+    model, tokenizer = endless(), tokenizer_of_the_pages()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "program"}
+    exec(compile(program, str(README), "exec", dont_inherit=True), namespace)
+    plain = model.generate(**namespace["inputs"], max_new_tokens=64)
+    assert capsys.readouterr().out.startswith(tokenizer.decode(plain[0]))
+    assert namespace["output"].tolist() == plain.tolist()
+    assert namespace["stats"].mean_acceptance_length > 1
+
+
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_every_block_says_what_it_is(path: Path) -> None:
     """So that no Python block escapes being run."""
@@ -110,7 +151,8 @@ def test_every_block_says_what_it_is(path: Path) -> None:
 
 
 def test_the_pages_with_the_most_to_show_have_blocks() -> None:
-    for page in ("README.md", "docs/choosing-a-mode.md", "docs/extending.md", "docs/measuring.md", "docs/analysis.md"):
+    for page in ("guide", "choosing-a-mode", "draft-heads", "extending", "measuring", "analysis"):
+        page = f"docs/{page}.md"
         assert any(language == "python" for language, _, _ in blocks(ROOT / page)), page
 
 
@@ -173,7 +215,8 @@ def test_the_drafter_of_the_example_is_registered_as_a_mode(
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_relative_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", prose(path))
+    without_code = re.sub(r"`[^`]*`", "", "\n".join(prose(path)))
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code)
     for link in links:
         if re.match(r"[a-z]+:", link):
             continue  # another site
@@ -182,10 +225,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         assert file.exists(), f"{named(path)} links to {link}"
         assert file.is_relative_to(ROOT), f"{named(path)} links out of the project: {link}"
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", prose(file), re.MULTILINE)
-            assert anchor in {
-                re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-            }
+            assert anchor in anchors(file), f"{named(path)} links to {link}"
 
 
 def test_the_two_commands_of_the_readme_exist() -> None:
@@ -219,11 +259,41 @@ def test_every_setting_is_explained() -> None:
             assert re.search(rf"^\| `{field.name}` \| `?{re.escape(shown)}`? \|", text, re.MULTILINE), field.name
 
 
-def test_the_architecture_names_every_file() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for folder in (ROOT / "hf_specdec", *(ROOT / "hf_specdec" / name for name in ("drafters", "heads", "training"))):
-        for file in folder.glob("*.py"):
-            assert f"`{file.name}`" in text, file.name
+def test_every_acceptance_rule_is_explained() -> None:
+    text = (ROOT / "docs" / "choosing-a-mode.md").read_text(encoding="utf-8")
+    for rule in hf_specdec.rule_names():
+        assert f"| `{rule}`" in text, f"the table of rules lacks {rule}"
+
+
+def pages_of(entry: Any) -> list[str]:
+    """The pages below an entry of the site's navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    below = entry.values() if isinstance(entry, dict) else entry
+    return [page for part in below for page in pages_of(part)]
+
+
+def test_the_navigation_of_the_site_lists_every_page_once() -> None:
+    site = yaml.safe_load((ROOT / ".ci" / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(pages_of(site["nav"])) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in SITE)
+
+
+def test_the_api_pages_show_every_public_name() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    found = [pkgutil.resolve_name(name) for name in shown]  # raises where there is none
+    modules = [module for module in found if isinstance(module, ModuleType)]
+    with_modules = {name for module in modules for name in getattr(module, "__all__", vars(module))}
+    for name in hf_specdec.__all__:
+        assert name == "__version__" or f"hf_specdec.{name}" in shown or name in with_modules, name
+
+
+def test_every_topic_of_make_quick_has_its_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (topics,) = re.findall(r"^QUICK = (.+)$", makefile, re.MULTILINE)
+    for topic in topics.split():
+        assert [*(ROOT / "tests").glob(f"test_{topic}.py"), *(ROOT / "tests").glob(f"test_{topic}_*.py")], topic
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList
 import hf_specdec
 from hf_specdec import AssistantDrafter, Budget, Context, PromptLookupConfig, PromptLookupDrafter
 from hf_specdec.drafters.prompt_lookup import SuffixIndex
+from hf_specdec.host.modules import watching_hook
 from hf_specdec.sampling import Selection
 
 
@@ -122,8 +123,8 @@ class Counting:
 
     def __init__(self, model: Any) -> None:
         self.widths: list[int] = []
-        self.handle = model.register_forward_pre_hook(
-            lambda module, args, kwargs: self.widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        self.handle = watching_hook(
+            model, lambda module, args, kwargs: self.widths.append(kwargs["input_ids"].shape[1]), before=True
         )
 
     def __enter__(self) -> Counting:
@@ -138,7 +139,7 @@ def test_the_draft_model_reads_every_token_once(same: bool) -> None:
     """Its cache is kept aligned: after the prompt it sees new tokens only, and a few again after a rejection."""
     model = model_of("llama")
     draft = model_of("llama", dtype=torch.float32) if same else model_of("llama", num_hidden_layers=2)
-    hf_specdec.target.support.support(draft)
+    hf_specdec.target.selftest.support(draft)
     with Counting(draft) as counted:
         stats = assert_same(
             model,

@@ -12,13 +12,16 @@ from conftest import assert_same, assert_unchanged, model_of, prompt, run, snaps
 
 import hf_specdec
 from hf_specdec.draft import Budget
-from hf_specdec.drafters import early_exit
+from hf_specdec.drafters import exit_choice
 from hf_specdec.drafters.early_exit import EarlyExitDrafter
+from hf_specdec.drafters.exit_choice import ExitChoice
 from hf_specdec.errors import InvalidSettingError, UnsupportedModelError
+from hf_specdec.host.modules import watching_hook
 from hf_specdec.target import kv_cache as kv
 from hf_specdec.target.cached_model import CachedModel
-from hf_specdec.target.halves import Halves, find_layers
-from hf_specdec.target.support import halves_agree, support
+from hf_specdec.target.halves import Halves
+from hf_specdec.target.layers import find_layers
+from hf_specdec.target.selftest import halves_agree, support
 from hf_specdec.testing import tiny_model_names
 
 
@@ -49,7 +52,7 @@ class Calls:
             widths: list[int] = []
             self.widths.append(widths)
             self.hooks.append(
-                layer.register_forward_hook(lambda module, args, output, widths=widths: widths.append(_width(output)))
+                watching_hook(layer, lambda module, args, output, widths=widths: widths.append(_width(output)))
             )
 
     def __enter__(self) -> Calls:
@@ -78,8 +81,8 @@ def test_halves_are_the_whole(name: str, exit_layer: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "opt"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_verification_goes_on_from_whatever_was_begun(name: str, attention: str) -> None:
-    """Nodes left out, in another order, or not begun yet; rows of different lengths; round after round."""
+def test_verification_goes_on_from_whatever_ran_below(name: str, attention: str) -> None:
+    """Nodes left out, in another order, or not run yet; rows of different lengths; round after round."""
     model = model_of(name, attn_implementation=attention)
     halves = Halves(model, 2)
     texts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23]]
@@ -96,7 +99,7 @@ def test_verification_goes_on_from_whatever_was_begun(name: str, attention: str)
             parents = [[-1, 0, 0, 2, 3], [-1, 0, 1]]
             with Calls(model) as calls:
                 mine = ours.forward(verified, parents).logits
-            # what is not begun runs below on its own; a window would not show it what it must see
+            # what has not run yet runs below on its own; a window would not show it what it must see
             assert [len(widths) for widths in calls.widths] == [1, 1, 1]
             assert calls.widths[2] == [5]
             assert calls.widths[0] == ([5] if windows else [2])
@@ -105,10 +108,10 @@ def test_verification_goes_on_from_whatever_was_begun(name: str, attention: str)
             torch.testing.assert_close(mine[1, :3], theirs[1, :3], rtol=1e-4, atol=1e-4)
             for runner in (ours, plain):
                 runner.commit([[0, 2, 3], [0, 1]])
-            assert ours.next_position == plain.next_position
+            assert ours.slots.next_position == plain.slots.next_position
 
 
-def test_begun_drafts_can_be_abandoned() -> None:
+def test_what_ran_below_can_be_dropped() -> None:
     model = model_of("gemma3")
     halves = Halves(model, 2)
     ours, _ = CachedModel.filled(model, support(model), [list(range(5, 25))])
@@ -116,7 +119,7 @@ def test_begun_drafts_can_be_abandoned() -> None:
     with torch.no_grad():
         ours.forward_below(halves, [[30]], [[-1]])
         ours.forward_below(halves, [[31]], [[0]])
-        ours.abandon()
+        ours.drop_lower_half()
         mine, theirs = (runner.forward([[30, 32]], [[-1, 0]]).logits for runner in (ours, plain))
     torch.testing.assert_close(mine, theirs)
 
@@ -231,7 +234,7 @@ def test_layers_run_as_often_as_they_must(name: str, exit_layer: int, drafted: i
         if index >= exit_layer:
             assert runs == stats.rounds
         else:
-            # every round begins its root and all drafted tokens but the last, which verification brings
+            # every round runs its root and all drafted tokens but the last, which verification brings
             assert stats.rounds <= runs <= stats.total.drafted + stats.rounds
             assert runs > stats.rounds
         assert sum(widths[1:]) == stats.total.drafted + stats.rounds, "every node passes every layer once"
@@ -290,7 +293,7 @@ def test_auto_measures_on_the_prompt_and_takes_the_exit_that_pays() -> None:
     # a fixed size, since on a model this small no draft is cheap
     asked = {"speculative_mode": drafter, "speculative_config": {"num_draft_tokens": 3}}
     stats = assert_same(model, prompt(2, length=20, padding=4), asked, max_new_tokens=24)
-    assert {exit_layer: counts[0] / counts[1] for exit_layer, counts in early_exit._agreement[model].items()} == {
+    assert {exit_layer: counts[0] / counts[1] for exit_layer, counts in ExitChoice(model).agreement.items()} == {
         1: 1.0,
         2: 1.0,
     }
@@ -314,7 +317,7 @@ def test_auto_declines_too_where_there_is_one_exit_only() -> None:
     model = model_of("llama", num_hidden_layers=2)
     drafter = EarlyExitDrafter(model)
     stats = assert_same(model, prompt(length=20), {"speculative_mode": drafter}, max_new_tokens=12)
-    assert early_exit._agreement[model][1][1] == 16
+    assert ExitChoice(model).agreement[1][1] == 16
     assert drafter._halves is None
     assert stats.total.drafted == 0
 
@@ -327,22 +330,22 @@ def test_a_single_layer_has_no_exit() -> None:
 
 def test_auto_stops_measuring_once_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(model_of("llama"))
-    monkeypatch.setattr(early_exit, "_ENOUGH", 30)
+    monkeypatch.setattr(exit_choice, "_ENOUGH", 30)
     for calls in range(1, 5):
         run(model, prompt(length=20), max_new_tokens=3, speculative_mode="early_exit")
-        assert early_exit._agreement[model][1][1] == min(16 * calls, 32)
+        assert ExitChoice(model).agreement[1][1] == min(16 * calls, 32)
 
 
 def test_measuring_leaves_no_hook_behind() -> None:
     model = copy.deepcopy(model_of("llama"))
     before = snapshot(model)
 
-    def fail(module: Any, args: Any) -> None:
+    def fail(*args: Any) -> None:
         raise RuntimeError("out of luck")
 
     support(model)
     halves_agree(model, 1)
-    hook = model.model.norm.register_forward_pre_hook(fail)
+    hook = watching_hook(model.model.norm, fail, before=True)
     with pytest.raises(RuntimeError, match="out of luck"):
         run(model, prompt(), max_new_tokens=4, speculative_mode="early_exit")
     hook.remove()
@@ -358,13 +361,13 @@ def test_an_exception_inside_leaves_the_model_able_to_generate(layer: int, fails
     before = snapshot(model)
     calls = 0
 
-    def fail(module: Any, args: Any) -> None:
+    def fail(*args: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == fails_at:
             raise error("out of luck")
 
-    hook = find_layers(model)[1][layer].register_forward_pre_hook(fail)
+    hook = watching_hook(find_layers(model)[1][layer], fail, before=True)
     with pytest.raises(error, match="out of luck"):
         run(model, prompt(), max_new_tokens=30, eos_token_id=None, **asking(1, 2))
     hook.remove()
@@ -384,12 +387,11 @@ def test_exits_that_the_model_does_not_have(exit_layer: Any) -> None:
 
 
 def test_a_promise_weighs_agreement_and_cost() -> None:
-    model = agreeing_model()
-    drafter = EarlyExitDrafter(model)
-    early_exit._agreement[model] = {1: [160, 160], 2: [160, 160]}
-    good = drafter._promise(1, budget(lambda nodes: 1.0))
-    assert good > drafter._promise(2, budget(lambda nodes: 1.0)) > 1.0
-    assert good > drafter._promise(1, budget(lambda nodes: float(nodes)))
-    early_exit._agreement[model] = {1: [0, 160], 2: [80, 160]}
-    assert drafter._promise(1, budget(lambda nodes: 1.0)) < 1.0
-    del early_exit._agreement[model]
+    choice = ExitChoice(agreeing_model())
+    choice.agreement.update({1: [160, 160], 2: [160, 160]})
+    good = choice.promise(1, lambda nodes: 1.0, reuses=True)
+    assert good > choice.promise(2, lambda nodes: 1.0, reuses=True) > 1.0
+    assert good > choice.promise(1, lambda nodes: float(nodes), reuses=True)
+    assert good > choice.promise(1, lambda nodes: 1.1, reuses=False)
+    choice.agreement.update({1: [0, 160], 2: [80, 160]})
+    assert choice.promise(1, lambda nodes: 1.0, reuses=True) < 1.0

@@ -14,7 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import hf_specdec
 from hf_specdec.decoding.control import AdaptiveController
 from hf_specdec.errors import DraftError
-from hf_specdec.target.support import support
+from hf_specdec.host.modules import watching_hook
+from hf_specdec.target.selftest import support
 from hf_specdec.testing import ScriptedDrafter, tiny_model_names
 
 MODELS = tiny_model_names()
@@ -500,33 +501,30 @@ def test_the_context_limit_of_learned_positions_is_not_run_over() -> None:
         )
 
 
-def test_holes_are_squeezed_out() -> None:
-    from hf_specdec.target.cached_model import CachedModel
+def test_holes_are_squeezed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_specdec.target import kv_cache
 
     model = model_of("llama")
-    compacted = []
-    original = CachedModel.compact
-    CachedModel.compact = lambda self, idle=(): (compacted.append(self.slots), original(self, idle))[1]
-    try:
-        inputs = prompt(2, length=6)
-        texts = texts_of(model, inputs, max_new_tokens=60, eos_token_id=None)
-        turn = [0]
+    realigned = []
+    original = kv_cache.realign
+    monkeypatch.setattr(kv_cache, "realign", lambda *args: (realigned.append(args), original(*args))[1])
+    inputs = prompt(2, length=6)
+    texts = texts_of(model, inputs, max_new_tokens=60, eos_token_id=None)
+    turn = [0]
 
-        def alternate(row: int, text: list[int]) -> list[int]:
-            mine = turn[0] % 2 == row
-            turn[0] += row == 1
-            return texts[row][len(text) : len(text) + 5] if mine else [96]
+    def alternate(row: int, text: list[int]) -> list[int]:
+        mine = turn[0] % 2 == row
+        turn[0] += row == 1
+        return texts[row][len(text) : len(text) + 5] if mine else [96]
 
-        assert_same(
-            model,
-            inputs,
-            {"speculative_mode": ScriptedDrafter(alternate), "speculative_config": {"num_draft_tokens": 5}},
-            max_new_tokens=60,
-            eos_token_id=None,
-        )
-    finally:
-        CachedModel.compact = original
-    assert compacted
+    assert_same(
+        model,
+        inputs,
+        {"speculative_mode": ScriptedDrafter(alternate), "speculative_config": {"num_draft_tokens": 5}},
+        max_new_tokens=60,
+        eos_token_id=None,
+    )
+    assert realigned
 
 
 def test_support_is_tested_once_and_remembered() -> None:
@@ -534,7 +532,7 @@ def test_support_is_tested_once_and_remembered() -> None:
 
     model = tiny_model("llama", seed=3)
     calls = []
-    handle = model.register_forward_hook(lambda *args: calls.append(1))
+    handle = watching_hook(model, lambda *args: calls.append(1))
     first = support(model)
     assert first.trees
     assert 0 < len(calls) <= 8, "the self-test is meant to be cheap"

@@ -12,7 +12,8 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec import errors
-from hf_specdec.host.names import CACHE_KEY
+from hf_specdec.host.generate import CACHE_KEY
+from hf_specdec.host.modules import watching_hook
 from hf_specdec.testing import ScriptedDrafter, tiny_model
 
 LOOKUP = {"speculative_mode": "prompt_lookup"}
@@ -21,10 +22,10 @@ LOOKUP = {"speculative_mode": "prompt_lookup"}
 def refused(error: type[Exception], match: str, model: Any = None, inputs: Any = None, **kwargs: Any) -> None:
     """Assert that the call raises this error without a forward and without a trace."""
     model = model_of("llama") if model is None else model
-    hf_specdec.target.support.support(model_of("llama"))  # the self-test is not what is counted here
+    hf_specdec.target.selftest.support(model_of("llama"))  # the self-test is not what is counted here
     before = snapshot(model)
     ran = []
-    handle = model.register_forward_pre_hook(lambda *args: ran.append(1))
+    handle = watching_hook(model, lambda *args: ran.append(1), before=True)
     try:
         with pytest.raises(error, match=match):
             run(model, prompt() if inputs is None else inputs, **{"max_new_tokens": 6, **LOOKUP, **kwargs})
@@ -351,7 +352,7 @@ def test_a_model_that_ignores_the_cache_is_found_by_the_self_test() -> None:
 
 
 def test_a_model_that_ignores_tree_masks_gets_chains() -> None:
-    from hf_specdec.target.support import support
+    from hf_specdec.target.selftest import support
 
     model = tiny_model("llama", seed=10)
     inner = model.model

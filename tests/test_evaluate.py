@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 import torch
 from conftest import letter_tokenizer, model_with_heads, prompt, run
-from hf_specdec.cli.app import main
 from huggingface_hub import ModelCard
 from peft import PeftConfig, get_peft_model, inject_adapter_in_model
 
 import hf_specdec
+from hf_specdec import EarlyExitDrafter
+from hf_specdec.cli.app import main
+from hf_specdec.drafters.medusa import MedusaDrafter, MedusaModeConfig
 from hf_specdec.errors import AdapterError, ConfigurationError, TrainingDataError
-from hf_specdec.heads import MedusaConfig, find_exit, find_heads
+from hf_specdec.heads import MedusaConfig, TrainedExitConfig, find_heads
+from hf_specdec.heads.answers import PER_TOKEN, Answers
+from hf_specdec.heads.medusa.learning import accuracy_along
 from hf_specdec.testing import tiny_model
-from hf_specdec.training import evaluate_exit, evaluate_heads
-from hf_specdec.training.data import PER_TOKEN, Answers, DataSettings, answer, joined
-from hf_specdec.training.evaluate import acceptance_along, accuracy_along
+from hf_specdec.training import evaluate_heads
+from hf_specdec.training.data import DataSettings, answer, joined
+from hf_specdec.training.evaluate import acceptance_along
 from hf_specdec.training.prompts import encode
 
 
@@ -28,6 +32,11 @@ def said_by(model: Any, new_tokens: int) -> tuple[Answers, dict[str, torch.Tenso
     prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
     said = answer(model, prompts, DataSettings(max_new_tokens=new_tokens), do_sample=False, seed=0)
     return joined(said, prompts), inputs
+
+
+def along(model: Any, answers: Answers, nodes: int, prompt_lookup: bool = False) -> list[tuple[int, int]]:
+    drafter = MedusaDrafter(find_heads(model), MedusaModeConfig(prompt_lookup=prompt_lookup))
+    return acceptance_along(model, drafter, answers, nodes)
 
 
 @pytest.mark.parametrize("head_type", ["independent", "sequential"])
@@ -44,7 +53,7 @@ def test_acceptance_is_what_decoding_meets(head_type: str, nodes: int, prompt_lo
             speculative_mode="medusa",
             speculative_config={"num_draft_tokens": nodes, "prompt_lookup": prompt_lookup},
         )
-    counted = acceptance_along(find_heads(model), answers, nodes, prompt_lookup)
+    counted = along(model, answers, nodes, prompt_lookup)
     assert [tokens for tokens, _ in counted] == [row.tokens - 1 for row in stats.rows]
     # kept hidden states are rounded to bfloat16, which may turn a draft here and there
     assert [rounds for _, rounds in counted] == pytest.approx([row.rounds for row in stats.rows], abs=1)
@@ -55,13 +64,13 @@ def test_an_answer_without_tokens_costs_no_round() -> None:
     """The last prompt's answer ends at once."""
     model = model_with_heads("llama")
     answers, _ = said_by(model, 20)
-    expected = acceptance_along(find_heads(model), answers, 4)
+    expected = along(model, answers, 4)
     with_empty = Answers(
         **{name: getattr(answers, name) for name in PER_TOKEN},
         lengths=torch.tensor([*answers.lengths.tolist(), 0]),
         prompts=[*answers.prompts, [5, 6]],
     )
-    assert acceptance_along(find_heads(model), with_empty, 4) == [*expected, (0, 0)]
+    assert along(model, with_empty, 4) == [*expected, (0, 0)]
 
 
 def test_look_ups_read_the_prompt_too() -> None:
@@ -75,8 +84,8 @@ def test_look_ups_read_the_prompt_too() -> None:
         lengths=torch.tensor([6]),
         prompts=[[3, 20, 21, 22, 23, 24, 25, 26, 4, 20]],
     )
-    assert acceptance_along(find_heads(model), answers, 40, prompt_lookup=True) == [(5, 1)]
-    assert acceptance_along(find_heads(model), answers, 40)[0][1] > 1
+    assert along(model, answers, 40, prompt_lookup=True) == [(5, 1)]
+    assert along(model, answers, 40)[0][1] > 1
 
 
 def test_accuracy_is_of_every_position() -> None:
@@ -111,22 +120,22 @@ def prompts(tmp_path: Path) -> Path:
 def test_tasks_and_their_sum(prompts: Path) -> None:
     model = model_with_heads()
     found = evaluate_heads(model, letter_tokenizer(), prompts, nodes=[1, 6], max_new_tokens=24, progress=False)
-    assert list(found.acceptance) == ["a", "b", "overall"]
+    assert list(found.tables["acceptance"]) == ["a", "b", "overall"]
     assert (found.prompts, found.nodes, found.max_new_tokens, found.data) == (3, [1, 6], 24, "asked.jsonl")
-    assert all(1.0 <= chain <= tree <= 4.0 for chain, tree in found.acceptance.values())
+    assert all(1.0 <= chain <= tree <= 4.0 for chain, tree in found.tables["acceptance"].values())
     assert len(found.heads) == 3
     one = evaluate_heads(model, letter_tokenizer(), prompts, nodes=[6], max_new_tokens=24, per_task=1, progress=False)
     assert one.prompts == 2
 
 
 def test_every_size_is_counted_and_tasks_add_up(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(heads: Any, answers: Answers, nodes: int, prompt_lookup: bool) -> list[tuple[int, int]]:
-        return [((20 if prompt_lookup else 10) * nodes, 10), (30, 20), (50 * nodes, 30)]
+    def counted(model: Any, drafter: Any, answers: Answers, nodes: int) -> list[tuple[int, int]]:
+        return [((20 if drafter.config.prompt_lookup else 10) * nodes, 10), (30, 20), (50 * nodes, 30)]
 
     monkeypatch.setattr("hf_specdec.training.evaluate.acceptance_along", counted)
     found = evaluate_heads(model_with_heads(), letter_tokenizer(), prompts, nodes=[1, 2], progress=False)
-    assert found.acceptance == {"a": [1.5, 3.0], "b": [1.5, 1.5], "overall": [1.5, 2.5]}
-    assert found.acceptance_with_lookup == {"a": [1.75, 3.5], "b": [1.5, 1.5], "overall": [1.667, 2.833]}
+    assert found.tables["acceptance"] == {"a": [1.5, 3.0], "b": [1.5, 1.5], "overall": [1.5, 2.5]}
+    assert found.tables["acceptance_with_lookup"] == {"a": [1.75, 3.5], "b": [1.5, 1.5], "overall": [1.667, 2.833]}
 
 
 @pytest.mark.parametrize("settings", [{"nodes": []}, {"nodes": [0]}, {"max_new_tokens": 1}, {"batch_size": 0}])
@@ -141,7 +150,7 @@ def test_answers_too_short_to_count_on(prompts: Path) -> None:
 
 
 def test_a_model_without_heads(prompts: Path) -> None:
-    with pytest.raises(AdapterError, match="no Medusa heads"):
+    with pytest.raises(AdapterError, match="no draft heads"):
         evaluate_heads(tiny_model("llama"), letter_tokenizer(), prompts)
 
 
@@ -173,18 +182,18 @@ def test_the_command_line_writes_the_card(prompts: Path, tmp_path: Path, capsys:
 
 def model_with_exit(**config: Any) -> Any:
     model = tiny_model("llama")
-    inject_adapter_in_model(MedusaConfig(head_type="exit", exit_layer=2, **config), model)
+    inject_adapter_in_model(TrainedExitConfig(exit_layer=2, **config), model)
     return model
 
 
 @torch.no_grad()
 def test_an_exit_is_counted_at_every_token(prompts: Path) -> None:
     model, tokenizer = model_with_exit(draft_vocab_size=40), letter_tokenizer()
-    exit_ = find_exit(model)
+    exit_ = find_heads(model)
     exit_.draft_from(torch.arange(5, 45))
     for weight in exit_.weights.layer.parameters():
         weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-    found = evaluate_exit(model, tokenizer, prompts, max_new_tokens=24, batch_size=2, progress=False)
+    found = evaluate_heads(model, tokenizer, prompts, max_new_tokens=24, batch_size=2, progress=False)
     hits: dict[str, list[list[bool]]] = {"a": [[], []], "b": [[], []]}
     within = []
     for line in prompts.read_text().splitlines():
@@ -202,9 +211,9 @@ def test_an_exit_is_counted_at_every_token(prompts: Path) -> None:
         within += (best == said[:, None]).any(1).tolist()
     hits["overall"] = [[*hits["a"][way], *hits["b"][way]] for way in (0, 1)]
     expected = {task: [sum(way) / len(way) for way in ways] for task, ways in hits.items()}
-    assert list(found.first_token) == ["a", "b", "overall"]
+    assert list(found.tables["first_token"]) == ["a", "b", "overall"]
     for task, ways in expected.items():
-        assert found.first_token[task] == pytest.approx(ways, abs=1e-3)
+        assert found.tables["first_token"][task] == pytest.approx(ways, abs=1e-3)
     assert found.positions == len(within)
     assert found.heads[0]["top10"] == pytest.approx(sum(within) / len(within), abs=1e-3)
     assert found.heads[0]["top1"] == pytest.approx(expected["overall"][1], abs=1e-3)
@@ -212,22 +221,26 @@ def test_an_exit_is_counted_at_every_token(prompts: Path) -> None:
     assert expected["overall"][0] != expected["overall"][1]
 
 
-def test_an_exit_needs_an_exit(prompts: Path) -> None:
-    with pytest.raises(AdapterError, match="no trained exit"):
-        evaluate_exit(model_with_heads(), letter_tokenizer(), prompts, progress=False)
+def test_what_cannot_be_counted_of_an_exit(prompts: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nodes are of trees.*'exit'"):
+        evaluate_heads(model_with_exit(), letter_tokenizer(), prompts, nodes=[2], progress=False)
     with pytest.raises(ConfigurationError, match="at least"):
-        evaluate_exit(model_with_exit(), letter_tokenizer(), prompts, max_new_tokens=2)
+        evaluate_heads(model_with_exit(), letter_tokenizer(), prompts, max_new_tokens=2)
+    model = model_with_exit()
+    answers, _ = said_by(model, 8)
+    with pytest.raises(ConfigurationError, match="EarlyExitDrafter reads hidden states of layers"):
+        acceptance_along(model, EarlyExitDrafter(model, None, find_heads(model)), answers, 2)
 
 
 def test_the_command_line_evaluates_an_exit(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, folder = tmp_path / "base", tmp_path / "exit"
     tiny_model("llama").save_pretrained(base)
     letter_tokenizer().save_pretrained(base)
-    model = get_peft_model(tiny_model("llama"), MedusaConfig(head_type="exit", exit_layer=2))
+    model = get_peft_model(tiny_model("llama"), TrainedExitConfig(exit_layer=2))
     model.save_pretrained(folder, save_embedding_layers=False)
     arguments = ["evaluate-heads", str(folder), "--data", str(prompts), "--base", str(base), "--max-new-tokens", "12"]
     assert main([*arguments, "--nodes", "2"]) == 2
-    assert "--nodes is of trees" in capsys.readouterr().err
+    assert "nodes are of trees" in capsys.readouterr().err
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "exit: top-1 " in said

@@ -10,11 +10,12 @@ from conftest import assert_same, assert_unchanged, model_of, prompt, run, snaps
 from peft import inject_adapter_in_model
 
 from hf_specdec import EarlyExitDrafter
-from hf_specdec.draft import Context, Draft, Scores, Verdict
+from hf_specdec.context import Context
+from hf_specdec.draft import Draft, Scores, Verdict
 from hf_specdec.errors import AdapterError, InvalidSettingError, UnsupportedModelError
-from hf_specdec.heads import MedusaConfig, find_exit, find_heads
-from hf_specdec.heads.exit import ExitReader
-from hf_specdec.target.halves import Handover, watch
+from hf_specdec.heads import BoundExit, MedusaConfig, TrainedExitConfig, find_heads
+from hf_specdec.heads.trained_exit.network import ExitReader
+from hf_specdec.target.hidden import watch
 from hf_specdec.testing import tiny_model
 
 EXIT = 2
@@ -22,22 +23,23 @@ EXIT = 2
 
 def with_exit(name: str = "llama", seed: int = 0, **config: Any) -> Any:
     model = tiny_model(name)
-    inject_adapter_in_model(MedusaConfig(head_type="exit", exit_layer=EXIT, **config), model)
+    inject_adapter_in_model(TrainedExitConfig(exit_layer=EXIT, **config), model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in find_exit(model).weights.parameters():
+        for weight in exit_of(model).weights.parameters():
             if weight.dim() == 2:
                 weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
     return model
 
 
+def exit_of(model: Any) -> BoundExit:
+    return find_heads(model, mode="early_exit")
+
+
 def hidden_at_exit(model: Any, text: list[int]) -> torch.Tensor:
-    seen: dict[int, Handover] = {}
-    with torch.no_grad(), watch(model, [EXIT], None, seen):
+    with torch.no_grad(), watch(model, [EXIT]) as seen:
         model(torch.tensor([text]), use_cache=False)
-    hidden = seen[EXIT].hidden
-    assert hidden is not None
-    return hidden[0]
+    return seen[EXIT][0]
 
 
 def asked(**config: Any) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def asked(**config: Any) -> dict[str, Any]:
 
 
 def test_reading_token_by_token_is_reading_the_text() -> None:
-    exit_ = find_exit(with_exit(draft_vocab_size=50))
+    exit_ = exit_of(with_exit(draft_vocab_size=50))
     hidden = torch.randn(2, 9, 32)
     lengths = [9, 6]
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
@@ -69,15 +71,15 @@ def test_reading_token_by_token_is_reading_the_text() -> None:
 
 def test_an_untrained_exit_is_the_hidden_state_under_a_norm() -> None:
     model = tiny_model("llama")
-    inject_adapter_in_model(MedusaConfig(head_type="exit", exit_layer=EXIT), model)
-    exit_, hidden = find_exit(model), torch.randn(1, 3, 32)
+    inject_adapter_in_model(TrainedExitConfig(exit_layer=EXIT), model)
+    exit_, hidden = exit_of(model), torch.randn(1, 3, 32)
     with torch.no_grad():
         normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         torch.testing.assert_close(exit_.states(hidden, torch.ones(1, 3, dtype=torch.bool)), normed)
 
 
 def test_nothing_is_read_while_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    exit_ = find_exit(with_exit())
+    exit_ = exit_of(with_exit())
     reader, read = ExitReader(exit_, rows=1), []
     original = type(exit_.weights.layer).keys_and_values
 
@@ -126,7 +128,7 @@ def test_it_reads_what_was_committed(name: str, num_draft_tokens: int | str) -> 
     plain, _ = run(model, inputs, max_new_tokens=20)
     eos = [int(plain[0, 12 + 5])]
     expected, _ = run(model, inputs, max_new_tokens=20, eos_token_id=eos)
-    drafter = Watching(model, None, find_exit(model))
+    drafter = Watching(model, None, exit_of(model))
     Watching.checked = 0
     output, _ = run(
         model,
@@ -170,8 +172,9 @@ def test_which_adapter_is_for_which_mode() -> None:
     # an exit_layer of one's own wins over the adapter, and both kinds go side by side
     assert_same(model, prompt(), asked(exit_layer=1), max_new_tokens=12)
     inject_adapter_in_model(MedusaConfig(num_heads=2), model, adapter_name="heads")
-    assert find_heads(model).num_heads == 2
-    assert find_exit(model).exit_layer == EXIT
+    assert find_heads(model, mode="medusa").num_heads == 2
+    assert find_heads(model).num_heads == 2, "the active adapter's"
+    assert exit_of(model).exit_layer == EXIT
     assert_same(model, prompt(), asked(), max_new_tokens=12)
     assert_same(model, prompt(), {"speculative_mode": "medusa"}, max_new_tokens=12)
 
@@ -179,7 +182,7 @@ def test_which_adapter_is_for_which_mode() -> None:
 def test_a_broken_exit_is_named_and_not_passed_over() -> None:
     model = with_exit()
     with torch.no_grad():
-        find_exit(model).weights.layer.up.weight[0, 0] = torch.nan
+        exit_of(model).weights.layer.up.weight[0, 0] = torch.nan
     with pytest.raises(AdapterError, match=r"not finite in layer\.up\.weight"):
         run(model, prompt(), max_new_tokens=4, speculative_mode="early_exit")
 
@@ -189,5 +192,5 @@ def test_models_that_cannot_be_halved_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="two halves"):
         run(model, prompt(), max_new_tokens=4, **asked())
     with pytest.raises(AdapterError, match="only 3 layers"):
-        inject_adapter_in_model(MedusaConfig(head_type="exit", exit_layer=3), tiny_model("llama"))
+        inject_adapter_in_model(TrainedExitConfig(exit_layer=3), tiny_model("llama"))
     assert not hasattr(model_of("llama"), "peft_config")

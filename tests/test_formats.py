@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import trained, weights
 from conftest import prompt, run
-from hf_specdec.cli.app import main
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_heads import trained, weights
 from torch import nn
 from torch.nn import functional
 
-from hf_specdec.errors import AdapterError
+from hf_specdec.cli.app import main
+from hf_specdec.errors import AdapterError, ConfigurationError
 from hf_specdec.heads import find_heads
-from hf_specdec.heads.formats import convert, export_vllm
+from hf_specdec.heads.formats import convert, export
 from hf_specdec.testing import tiny_model
 
 HEADS, LAYERS, SIZE, VOCABULARY = 3, 2, 32, 97
@@ -94,7 +94,7 @@ def test_converted_heads_give_the_logits_of_a_direct_computation(tmp_path: Path,
 def test_command_line_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "theirs", medusa(own_lm_head=False), "pt")
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--base", "org/other"]) == 0
-    assert "3 heads of 2 layers for org/other" in capsys.readouterr().out
+    assert "3 heads of 2 residual blocks for org/other" in capsys.readouterr().out
     settings = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "org/other"
 
@@ -157,7 +157,7 @@ def test_exported_folder_is_what_vllm_loads(tmp_path: Path, kind: str) -> None:
     trained(model, kind)
     heads = find_heads(model)
     layers, drafted = heads.config.num_layers, heads.config.draft_vocab_size or VOCABULARY
-    command = export_vllm(heads, tmp_path / "vllm", "org/tiny")
+    command = export(heads, "vllm", tmp_path / "vllm", "org/tiny")
     assert command == (
         'vllm serve org/tiny --speculative-config \'{"method": "medusa", "model": "'
         f'{tmp_path / "vllm"}", "num_speculative_tokens": 3}}\''
@@ -214,7 +214,19 @@ def test_sequential_heads_cannot_be_served_by_vllm(tmp_path: Path) -> None:
     model = tiny_model("llama")
     trained(model, "sequential")
     with pytest.raises(AdapterError, match="head_type='independent'"):
-        export_vllm(find_heads(model), tmp_path / "vllm", "org/tiny")
+        export(find_heads(model), "vllm", tmp_path / "vllm", "org/tiny")
+    assert not (tmp_path / "vllm").exists()
+
+
+def test_what_no_format_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("llama")
+    trained(model, "exit").save_pretrained(tmp_path / "exit")
+    with pytest.raises(AdapterError, match="'exit' cannot be written for vllm; those that can: independent"):
+        export(find_heads(model), "vllm", tmp_path / "vllm", "org/tiny")
+    with pytest.raises(ConfigurationError, match="Unknown format 'ggml'"):
+        export(find_heads(model), "ggml", tmp_path / "vllm", "org/tiny")
+    assert main(["convert", str(tmp_path / "exit"), str(tmp_path / "vllm"), "--to", "ggml"]) == 2
+    assert "known formats are peft, vllm" in capsys.readouterr().err
     assert not (tmp_path / "vllm").exists()
 
 

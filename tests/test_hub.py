@@ -22,7 +22,7 @@ sys.path.insert(0, sys.argv[1])
 from conftest import prompt, run
 
 def described(model):
-    weights = {key: tensor.double().sum().item() for key, tensor in find_heads(model).heads.state_dict().items()}
+    weights = {key: tensor.double().sum().item() for key, tensor in find_heads(model).weights.state_dict().items()}
     with hf_specdec.record() as stats:
         run(model, prompt(2, padding=2), max_new_tokens=16, speculative_mode="medusa",
             speculative_config={"num_draft_tokens": 6})
@@ -32,13 +32,13 @@ def described(model):
 def digest(model):
     import hashlib
     found = hashlib.sha256()
-    for key, tensor in sorted(find_heads(model).heads.state_dict().items()):
+    for key, tensor in sorted(find_heads(model).weights.state_dict().items()):
         found.update(key.encode() + tensor.contiguous().numpy().tobytes())
     return found.hexdigest()
 """
 
 _PUSH = """
-from test_heads import scramble
+from adapters import scramble
 tiny_model("llama").save_pretrained(sys.argv[2])
 base = tiny_model("llama")
 model = get_peft_model(base, MedusaConfig(num_heads=3, head_type="sequential", draft_vocab_size=60))
@@ -89,7 +89,7 @@ print(json.dumps(found))
 
 _EXAMPLE = """
 import runpy
-from test_heads import scramble
+from adapters import scramble
 tiny_model("llama").save_pretrained(sys.argv[3])
 base = tiny_model("llama")
 model = get_peft_model(base, MedusaConfig(num_heads=2))
@@ -131,7 +131,7 @@ def client(hub: FakeHub, home: Path, script: str, *arguments: str, token: str | 
 
 _CARDS = """
 from test_card import PROVENANCE
-from test_heads import scramble
+from adapters import scramble
 base = tiny_model("llama")
 provenance = {**PROVENANCE, "positions": int(sys.argv[2])}
 model = get_peft_model(base, MedusaConfig(num_heads=2, provenance=provenance), adapter_name=sys.argv[3])

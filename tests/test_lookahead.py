@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.lookahead import LookaheadDrafter, NgramPool, Window, WindowGain
 from hf_specdec.errors import InvalidSettingError
+from hf_specdec.tree import TreeBuilder
 
 
 def following(token: int) -> int:
@@ -20,12 +21,26 @@ def following(token: int) -> int:
     return (7 * token + 3) % 97
 
 
+def ridden(window: Window, text: list[int], width: int) -> TreeBuilder:
+    """A tree that holds the window alone."""
+    tree = TreeBuilder(text[-1])
+    window.ride(tree, text, width)
+    assert tree.passenger == [False] + [True] * (len(tree) - 1)
+    return tree
+
+
+def grown(pool: NgramPool, text: list[int], **limits: int) -> TreeBuilder:
+    """A tree of what the pool knows."""
+    tree = TreeBuilder(text[-1])
+    pool.grow(tree, text, **limits)
+    return tree
+
+
 def full_window(width: int, ngram_size: int, text: list[int], rounds: int = 12) -> Window:
     """A window after so many rounds, each of which committed one token of the language."""
     window = Window(ngram_size, seed=0)
     for _ in range(rounds):
-        tokens, _ = window.nodes(text, width, first=1)
-        node_tokens = [text[-1], *tokens]
+        node_tokens = ridden(window, text, width).tokens
         last = window.last_level(list(range(1, len(node_tokens))))
         window.advance(text, [following(node_tokens[node]) for node in last], passed=1)
         text.append(following(text[-1]))
@@ -86,7 +101,8 @@ def test_the_mask_of_a_small_window_is_the_drawing() -> None:
 def test_window_columns_become_the_models_own_ngrams() -> None:
     text = [5, 11, 40]
     window = full_window(width=4, ngram_size=4, text=text)
-    tokens, parents = window.nodes(text, 4, first=1)
+    tree = ridden(window, text, 4)
+    tokens, parents = tree.tokens[1:], tree.parents[1:]
     assert (len(tokens), parents) == (11, [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7])
     node_tokens = [text[-1], *tokens]
     guesses = [following(node_tokens[node]) for node in window.last_level(list(range(1, 12)))]
@@ -104,12 +120,12 @@ def test_window_columns_become_the_models_own_ngrams() -> None:
 def test_a_window_moves_on_by_what_was_committed() -> None:
     window = Window(ngram_size=3, seed=0)
     text = [3, 4]
-    window.nodes(text, 5, first=1)
+    ridden(window, text, 5)
     window.levels = [[4, 10, 11, 12, 13], [20, 21, 22, 23, 24]]
     # level l, column i lies l + i places after the root; the root moves on by three places
     assert len(window.advance(text, [30, 31, 32, 33, 34], passed=3)) == 5
     assert window.levels == [[22, 23, 24], [32, 33, 34]]
-    window.nodes([3, 4, 9, 9, 9], 5, first=1)
+    ridden(window, [3, 4, 9, 9, 9], 5)
     assert [level[:3] for level in window.levels] == [[9, 23, 24], [32, 33, 34]]
     assert [len(level) for level in window.levels] == [5, 5]
 
@@ -117,7 +133,7 @@ def test_a_window_moves_on_by_what_was_committed() -> None:
 def test_a_window_of_one_column_guesses_too() -> None:
     text = [5, 11, 40]
     window = full_window(width=1, ngram_size=3, text=text)
-    window.nodes(text, 1, first=1)
+    ridden(window, text, 1)
     ((ngram, before),) = window.advance(text, [following(window.levels[-1][0])], passed=1)
     assert ngram[0] == text[-1]
     assert ngram[2] == following(ngram[1])
@@ -129,10 +145,10 @@ def test_pool_keeps_the_latest_ngrams_of_a_first_token() -> None:
     for middle in (10, 11, 12):
         pool.add((5, middle, 20), before=())
     pool.add((6, 1, 2), before=())
-    assert pool.tree([5], depth=2, nodes=9, branches=9)[0] == [12, 11, 20, 20]
+    assert grown(pool, [5], depth=2, nodes=9, branches=9).tokens[1:] == [12, 11, 20, 20]
     pool.add((5, 11, 20), before=())  # seen again
     pool.add((5, 13, 20), before=())
-    assert pool.tree([5], depth=1, nodes=9, branches=9)[0] == [13, 11]
+    assert grown(pool, [5], depth=1, nodes=9, branches=9).tokens[1:] == [13, 11]
 
 
 def test_ngrams_that_fit_the_text_before_come_first_and_share_their_prefix() -> None:
@@ -141,23 +157,24 @@ def test_ngrams_that_fit_the_text_before_come_first_and_share_their_prefix() -> 
     pool.add((5, 1, 2, 4), before=(7, 9))
     pool.add((5, 6, 6, 6), before=(0, 0))
     # matches of 3, 2 and 1 tokens weigh 64, 16 and 4: 1 - 2 - {3, 4}, and 6 is too improbable to follow
-    tokens, parents, confidence = pool.tree([8, 9, 5], depth=3, nodes=9, branches=9)
+    tree = grown(pool, [8, 9, 5], depth=3, nodes=9, branches=9)
+    tokens, parents, confidence = tree.tokens[1:], tree.parents[1:], tree.confidence[1:]
     assert tokens == [1, 2, 3, 4]
     assert parents == [0, 1, 2, 2]
     # shares of the votes, times the trust in matches of 3, 4, 5 and 4 tokens
     assert confidence == pytest.approx([80 / 84 * 0.5, 0.6, 64 / 80 * 0.7, 16 / 80 * 0.6])
     # without a fitting text before, all three are as good
-    assert set(pool.tree([0, 5], depth=1, nodes=9, branches=9)[0]) == {1, 6}
+    assert set(grown(pool, [0, 5], depth=1, nodes=9, branches=9).tokens[1:]) == {1, 6}
 
 
 def test_pool_learns_the_prompt_and_the_output() -> None:
     pool = NgramPool(ngram_size=3, most=4)
     text = [1, 2, 3, 1]
     pool.read(text)
-    assert pool.tree(text, depth=2, nodes=4, branches=2)[0] == [2, 3]
+    assert grown(pool, text, depth=2, nodes=4, branches=2).tokens[1:] == [2, 3]
     text += [9, 9, 1]
     pool.read(text)
-    assert set(pool.tree(text, depth=1, nodes=4, branches=2)[0]) == {2, 9}
+    assert set(grown(pool, text, depth=1, nodes=4, branches=2).tokens[1:]) == {2, 9}
     assert pool.reach_of_text(1, [9, 9]) == 2
     assert pool.reach_of_text(1, [9, 8]) == 1
     pool.add((1, 7, 7), before=())

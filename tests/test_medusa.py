@@ -13,10 +13,12 @@ from transformers import LogitsProcessorList
 
 import hf_specdec
 from hf_specdec import MedusaDrafter, MedusaModeConfig
-from hf_specdec.draft import Budget, Context
+from hf_specdec.context import Context
+from hf_specdec.draft import LAST_HIDDEN, Budget, Draft, HiddenRequest, Scores, Verdict
 from hf_specdec.drafter import Drafter
 from hf_specdec.errors import AdapterError, InvalidSettingError, UnsupportedModelError
 from hf_specdec.heads import find_heads
+from hf_specdec.host.modules import watching_hook
 from hf_specdec.sampling import NoiseTape, Selection
 from hf_specdec.testing import tiny_model
 
@@ -32,7 +34,7 @@ def asked(**config: Any) -> dict[str, Any]:
     return {"speculative_mode": "medusa", "speculative_config": config}
 
 
-def context_of(model: Any, texts: list[list[int]], hidden: torch.Tensor | None, **selection: Any) -> Context:
+def context_of(texts: list[list[int]], **selection: Any) -> Context:
     return Context(
         tokens=texts,
         prompt_lengths=[len(text) for text in texts],
@@ -40,12 +42,19 @@ def context_of(model: Any, texts: list[list[int]], hidden: torch.Tensor | None, 
         device=torch.device("cpu"),
         selection=Selection(LogitsProcessorList(), **{"do_sample": False, "tape": None, **selection}),
         padded_prompts=torch.tensor(texts),
-        hidden=hidden,
     )
 
 
 def budget(nodes: int, depth: int, rows: int = 1, trees: bool = True) -> Budget:
     return Budget(depth=[depth] * rows, room=[depth] * rows, nodes=nodes, trees=trees, pays=lambda chains: True)
+
+
+def proposed(drafter: MedusaDrafter, context: Context, hidden: torch.Tensor, budget: Budget) -> Draft:
+    """What is drafted from these last hidden states `[B, d]`."""
+    drafter.start(context)
+    prompt = Scores(logits=torch.empty(0), rows=list(range(len(hidden))), hidden={LAST_HIDDEN: hidden[:, None]})
+    drafter.attach(None, prompt)  # type: ignore[arg-type]
+    return drafter.propose(context, budget)
 
 
 def reference(model: Any, hidden: torch.Tensor, root: int, path: tuple[int, ...]) -> torch.Tensor:
@@ -74,7 +83,7 @@ def test_the_tree_holds_the_likeliest_paths(model: Any, nodes: int, monkeypatch:
     hidden, root = torch.randn(32, generator=torch.Generator().manual_seed(1)), 17
     drafter = MedusaDrafter(find_heads(model), MedusaModeConfig())
     with torch.no_grad():
-        draft = drafter.propose(context_of(model, [[5, root]], hidden[None]), budget(nodes, depth=3))
+        draft = proposed(drafter, context_of([[5, root]]), hidden[None], budget(nodes, depth=3))
         reached: dict[tuple[int, ...], float] = {(): 1.0}
         frontier: list[tuple[int, ...]] = [()]
         for _ in range(3):
@@ -102,7 +111,7 @@ def test_a_level_goes_on_from_the_likeliest_nodes_alone(model: Any, nodes: int, 
     """These heads are unsure, so that many nodes are about equally likely."""
     hidden = torch.randn(32, generator=torch.Generator().manual_seed(1))
     drafter = MedusaDrafter(find_heads(model), MedusaModeConfig())
-    draft = drafter.propose(context_of(model, [[5, 17]], hidden[None]), budget(nodes, depth=2))
+    draft = proposed(drafter, context_of([[5, 17]]), hidden[None], budget(nodes, depth=2))
     first = [node for node, parent in enumerate(draft.parents[0]) if parent == 0]
     gone_on = {parent for parent in draft.parents[0] if parent > 0}
     assert draft.confidence is not None
@@ -115,7 +124,7 @@ def test_static_trees_hold_the_ranks_they_are_made_of(model: Any) -> None:
     hidden, root = torch.randn(32, generator=torch.Generator().manual_seed(2)), 9
     tree = [[0], [2], [0, 1], [0, 0], [2, 0], [0, 0, 3]]
     drafter = MedusaDrafter(find_heads(model), MedusaModeConfig(tree=tree))
-    draft = drafter.propose(context_of(model, [[5, root]], hidden[None]), budget(6, depth=3))
+    draft = proposed(drafter, context_of([[5, root]]), hidden[None], budget(6, depth=3))
     expected = set()
     for ranks in tree:
         path: tuple[int, ...] = ()
@@ -133,17 +142,17 @@ def test_static_trees_hold_the_ranks_they_are_made_of(model: Any) -> None:
 def test_a_chain_where_trees_are_of_no_use(model: Any) -> None:
     hidden = torch.randn(2, 32)
     drafter = MedusaDrafter(find_heads(model))
-    draft = drafter.propose(context_of(model, [[5, 6], [7, 8]], hidden), budget(3, depth=3, rows=2, trees=False))
+    draft = proposed(drafter, context_of([[5, 6], [7, 8]]), hidden, budget(3, depth=3, rows=2, trees=False))
     assert draft.is_chain
     assert draft.width == 4
 
 
 def test_rows_that_are_finished_or_full_get_nothing(model: Any) -> None:
     drafter = MedusaDrafter(find_heads(model))
-    context = context_of(model, [[5, 6], [7, 8], [9, 4]], torch.randn(3, 32))
+    context = context_of([[5, 6], [7, 8], [9, 4]])
     context.finished[0] = True
     limits = Budget(depth=[3, 0, 2], room=[3, 0, 2], nodes=4, trees=True, pays=lambda chains: True)
-    draft = drafter.propose(context, limits)
+    draft = proposed(drafter, context, torch.randn(3, 32), limits)
     assert [len(row) for row in draft.tokens] == [1, 1, 5]
     assert [row[0] for row in draft.tokens] == [6, 8, 4]
 
@@ -155,7 +164,7 @@ def test_only_tokens_of_the_map_are_drafted() -> None:
     assert heads.token_map is not None
     heads.token_map.copy_(torch.tensor(chosen))
     drafter = MedusaDrafter(heads)
-    draft = drafter.propose(context_of(model, [[5, 6]], torch.randn(1, 32)), budget(20, depth=3))
+    draft = proposed(drafter, context_of([[5, 6]]), torch.randn(1, 32), budget(20, depth=3))
     assert set(draft.tokens[0][1:]) <= set(chosen)
     assert draft.width == 21
     assert_same(model, prompt(3, padding=2), asked(num_draft_tokens=9), max_new_tokens=20, do_sample=True, top_k=20)
@@ -170,8 +179,8 @@ def test_tied_heads_draft_as_copies_of_one_head_would() -> None:
     )
     for head in four.heads.heads:
         head.load_state_dict(one.heads.heads[0].state_dict())
-    context = context_of(tied, [[5, 6]], torch.randn(1, 32))
-    drafts = [MedusaDrafter(heads).propose(context, budget(20, depth=4)) for heads in (one, four)]
+    context, hidden = context_of([[5, 6]]), torch.randn(1, 32)
+    drafts = [proposed(MedusaDrafter(heads), context, hidden, budget(20, depth=4)) for heads in (one, four)]
     assert drafts[0] == drafts[1]
     assert max(hf_specdec.tree.depths(drafts[0].parents[0])) == 4
     assert_same(tied, prompt(3, padding=2), asked(num_draft_tokens=9), max_new_tokens=20, do_sample=True)
@@ -184,24 +193,25 @@ def test_sampling_reads_the_tape(model: Any) -> None:
     tape.shape_from(torch.zeros(1, 97))
     tape.alone = True
     hidden = torch.randn(1, 32)
-    context = context_of(model, [[5, 6]], hidden, do_sample=True, tape=tape)
-    draft = MedusaDrafter(find_heads(model)).propose(context, budget(1, depth=1))
+    context = context_of([[5, 6]], do_sample=True, tape=tape)
+    draft = proposed(MedusaDrafter(find_heads(model)), context, hidden, budget(1, depth=1))
     with torch.no_grad():
         expected = (reference(model, hidden[0], 6, ()) / tape.noise(0)[0].double()).argmax()
     assert draft.tokens[0][1] == int(expected)
     greedy = MedusaDrafter(find_heads(model), MedusaModeConfig(draft_sampling="greedy"))
-    assert greedy.propose(context, budget(1, depth=1)).tokens[0][1] == int(reference(model, hidden[0], 6, ()).argmax())
+    draft = proposed(greedy, context, hidden, budget(1, depth=1))
+    assert draft.tokens[0][1] == int(reference(model, hidden[0], 6, ()).argmax())
 
 
 def test_what_the_text_said_before_shares_the_tree(model: Any) -> None:
     """A loop of the text runs on below the heads' own candidates, deeper than there are heads."""
     text = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    context = context_of(model, [text], torch.randn(1, 32, generator=torch.Generator().manual_seed(4)))
+    context = context_of([text])
+    hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
 
     def paths(config: MedusaModeConfig, **limits: Any) -> set[tuple[int, ...]]:
         drafter = MedusaDrafter(find_heads(model), config)
-        drafter.start(context)
-        draft = drafter.propose(context, budget(**limits))
+        draft = proposed(drafter, context, hidden, budget(**limits))
         assert draft.width <= limits["nodes"] + 1
         assert draft.is_chain or limits.get("trees", True)
         found: dict[int, tuple[int, ...]] = {0: ()}
@@ -222,18 +232,17 @@ def test_what_the_text_said_before_shares_the_tree(model: Any) -> None:
 
 def test_heads_are_left_alone_when_only_what_is_free_is_asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    context = context_of(model, [text], torch.randn(1, 32, generator=torch.Generator().manual_seed(4)))
+    context = context_of([text])
+    hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
     drafter = MedusaDrafter(find_heads(model))
-    drafter.start(context)
-    assert drafter.drafts_for_free
     monkeypatch.setattr(type(drafter.heads), "step", None)
     monkeypatch.setattr(type(drafter.heads), "all_states", None)
-    draft = drafter.propose(context, replace(budget(nodes=4, depth=4), free_only=True))
+    draft = proposed(drafter, context, hidden, replace(budget(nodes=4, depth=4), free_only=True))
+    assert drafter.drafts_for_free
     assert draft.tokens[0] == [6, 7, 8, 5, 6]
     alone = MedusaDrafter(find_heads(model), MedusaModeConfig(prompt_lookup=False))
-    alone.start(context)
+    assert proposed(alone, context, hidden, replace(budget(nodes=4, depth=4), free_only=True)).is_empty
     assert not alone.drafts_for_free
-    assert alone.propose(context, replace(budget(nodes=4, depth=4), free_only=True)).is_empty
 
 
 # ---------------------------------------------------------------- inside generate
@@ -259,7 +268,7 @@ def test_untrained_heads_change_nothing(head_type: str, do_sample: bool, batch: 
 
 def test_no_forward_is_spent_on_drafts(model: Any) -> None:
     forwards = []
-    hook = model.model.register_forward_hook(lambda *args: forwards.append(True))
+    hook = watching_hook(model.model, lambda *args: forwards.append(True))
     try:
         with hf_specdec.record() as stats:
             run(model, prompt(), max_new_tokens=20, eos_token_id=None, **asked(num_draft_tokens=6))
@@ -270,27 +279,47 @@ def test_no_forward_is_spent_on_drafts(model: Any) -> None:
 
 
 class Watching(Drafter):
-    """Checks that the hidden state it is shown is the one that gave the last committed token."""
+    """Checks that the hidden states it is shown are those of the tokens: all of the prompts', and of what was kept."""
 
-    needs_hidden = True
+    LAYERS = (0, 1, 3, LAST_HIDDEN)
+    hidden = HiddenRequest(LAYERS, prompt_positions=None)
 
     def __init__(self, inner: Drafter, model: Any) -> None:
         self.inner, self.model, self.seen = inner, model, 0
 
-    def propose(self, context: Context, budget: Budget) -> Any:
-        assert context.hidden is not None
-        for row, text in enumerate(context.tokens):
-            if not context.finished[row]:
-                with torch.no_grad():
-                    output = self.model.model(torch.tensor([text[:-1]]), use_cache=False)
-                expected = output.last_hidden_state[0, -1]
-                torch.testing.assert_close(context.hidden[row], expected, rtol=1e-3, atol=1e-4)
-                self.seen += 1
+    def start(self, context: Context) -> None:
+        self.texts = context.tokens
+        self.inner.start(context)
+
+    def attach(self, target: Any, prompt: Scores) -> None:
+        for row, text in enumerate(self.texts):
+            self.check(text, {layer: state[row, -len(text) :] for layer, state in prompt.hidden.items()})
+        self.inner.attach(target, prompt)
+
+    def propose(self, context: Context, budget: Budget) -> Draft:
         return self.inner.propose(context, budget)
+
+    def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        for place, row in enumerate(scores.rows):
+            if verdict.committed[row]:
+                states = {layer: state[place, verdict.kept[row]] for layer, state in scores.hidden.items()}
+                self.check(context.tokens[row][:-1], states)
+                self.seen += 1
+        self.inner.observe(context, draft, scores, verdict)
+
+    def check(self, text: list[int], states: dict[int, torch.Tensor]) -> None:
+        assert states.keys() == set(self.LAYERS)
+        with torch.no_grad():
+            output = self.model.model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
+            expected = dict(enumerate(output.hidden_states)) | {LAST_HIDDEN: output.last_hidden_state}
+        # transformers shows the last layer's state under the final norm
+        states[3] = self.model.model.norm(states[3])
+        for layer, state in states.items():
+            torch.testing.assert_close(state, expected[layer][0, -len(state) :], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["own pace", "lockstep"])
-def test_the_hidden_state_is_the_one_of_the_last_token(model: Any, streams: bool) -> None:
+def test_hidden_states_are_those_of_the_tokens(model: Any, streams: bool) -> None:
     """In batches whose rows accept different lengths, finish at different times, and are dropped."""
     inputs = prompt(3, padding=3, repeat=True)
     plain, _ = run(model, inputs, max_new_tokens=24)

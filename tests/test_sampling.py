@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as host
 
 from hf_specdec import NoiseTape, sampling
-from hf_specdec.host.names import CACHE_KEY
+from hf_specdec.host.generate import CACHE_KEY
 from hf_specdec.sampling import Selection, all_of, tape_matches_multinomial
 
 

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specdec.errors import AdapterError
 from hf_specdec.heads import MedusaConfig
 from hf_specdec.heads.card import evaluation_tables, model_card
-from hf_specdec.heads.module import MedusaHeads
+from hf_specdec.heads.kind import kind_of
+from hf_specdec.heads.medusa.network import MedusaHeads
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(file.parent for file in (ROOT / "model_cards").glob("*/adapter_config.json"))
@@ -74,10 +75,17 @@ def test_the_card_is_made_from_what_was_noted(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", **EACH)
 def test_the_pages_say_what_was_counted(folder: Path) -> None:
-    noted = config_of(folder).provenance
+    config = config_of(folder)
+    noted = config.provenance
     assert noted is not None
-    page = (ROOT / "docs" / "draft-heads.md").read_text()
-    tables = [table for _, table in evaluation_tables(noted["evaluation"])]
+    page = (ROOT / "docs" / "results.md").read_text()
+    tables = [table for _, table in evaluation_tables(kind_of(config), noted["evaluation"])]
     assert len(tables) == 2
     assert all(table in page for table in tables)
-    assert noted["measured"]["table"] in page
+    # the page has a row per dtype, of speeds and of lengths, and a column per task, in the order of the measured table
+    heading, _, *rows = noted["measured"]["table"].splitlines()
+    for column, dtype in enumerate(heading.strip("| ").split(" | ")[1:], start=1):
+        cells = [row.strip("| ").split(" | ")[column] for row in rows]
+        lengths, speeds = zip(*(cell.removesuffix("x)").split(" (") for cell in cells), strict=True)
+        assert f"| `medusa`, {dtype} | {' | '.join(lengths)} |" in page
+        assert f"| `medusa` | {' | '.join(speeds)} |" in page

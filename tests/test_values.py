@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import hf_specdec
-from hf_specdec import AssistantConfig, Draft, PromptLookupConfig, SpeculationStats, Verdict, tree
+from hf_specdec import AssistantConfig, Draft, PromptLookupConfig, SpeculationStats, TreeBuilder, Verdict, tree
 from hf_specdec.decoding.stats import RowStats, publish
 from hf_specdec.errors import DraftError, InvalidSettingError
 
@@ -118,25 +118,31 @@ def test_configs_say_what_differs_from_their_defaults() -> None:
         PromptLookupConfig(min_match_length=5, max_match_length=4)
 
 
-def test_the_union_of_two_trees_holds_the_paths_of_both() -> None:
-    first = ([7, 1, 2, 3], [-1, 0, 1, 0], [1.0, 0.5, 0.4, 0.2])
-    second = ([7, 3, 1, 2, 9, 4], [-1, 0, 0, 2, 2, 1], [1.0, 0.5, 0.1, 0.3, 0.6, 0.9])
-    tokens, parents, confidence = tree.union(first, second)
-    tree.check(parents)
-    found = {}
-    for node in range(1, len(tokens)):
-        path, at = [], node
-        while at:
-            path.append(tokens[at])
-            at = parents[at]
-        found[tuple(reversed(path))] = confidence[node]
+def grown(nodes: list[tuple[int, int, float]]) -> TreeBuilder:
+    """A tree of (parent, token, confidence) below the root 7."""
+    tree = TreeBuilder(7)
+    for parent, token, confidence in nodes:
+        tree.add(parent, token, confidence)
+    return tree
+
+
+def test_a_merged_tree_holds_the_paths_of_both() -> None:
+    merged = grown([(0, 1, 0.5), (1, 2, 0.4), (0, 3, 0.2)])
+    merged.merge(grown([(0, 3, 0.5), (0, 1, 0.1), (2, 2, 0.3), (2, 9, 0.6), (1, 4, 0.9)]))
+    tree.check(merged.parents)
+    found = {tuple(merged.path(node)): merged.confidence[node] for node in range(1, len(merged))}
     expected = {(1,): 0.55, (1, 2): 0.58, (3,): 0.6, (1, 9): 0.6, (3, 4): 0.9}
     assert found == pytest.approx(expected)
-    draft = Draft(*([part] for part in first)).joined(Draft(*([part] for part in second)), nodes=3)
-    # the likeliest: (3), (1) and (3, 4), of 0.6, 0.55 and 0.54
-    assert set(zip(draft.tokens[0][1:], [draft.tokens[0][at] for at in draft.parents[0][1:]], strict=True)) == {
-        (1, 7),
-        (3, 7),
-        (4, 3),
-    }
-    assert draft.width == 4
+    best = merged.best(3)
+    # the most probable: (3), (1) and (3, 4), of 0.6, 0.55 and 0.54
+    assert {tuple(best.path(node)) for node in range(1, len(best))} == {(1,), (3,), (3, 4)}
+    assert best.reached == pytest.approx([1.0, *(merged.reached[node] for node in (1, 3, 5))])
+    assert Draft.of([best]).width == 4
+
+
+def test_a_builder_follows_its_best_path() -> None:
+    built = grown([(0, 1, 0.5), (1, 2, 0.4), (0, 3, 0.9), (3, 4, 0.3)])
+    assert built.path(4) == [3, 4]
+    assert built.best_path() == [0.9, 0.3]  # 0.27 against 0.2
+    assert built.best(9) is built
+    assert TreeBuilder(7).best_path() == []

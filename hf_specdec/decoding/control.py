@@ -8,154 +8,19 @@ Outputs never depend on any of this.
 
 from __future__ import annotations
 
-import statistics
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
-
-import torch
 
 from .. import tree
 from ..draft import Budget, Draft, Verdict
+from .experience import Experience
+from .sizing import count_passengers, drop_excess_passengers, first_nodes, most_confident, with_passengers
 
-# Cost of a forward over n tokens relative to one token, until it has been measured (tokens of all rows)
-_PRIOR_COST = {
-    "cpu": [(1, 1.0), (2, 1.0), (4, 1.1), (5, 1.25), (6, 1.4), (8, 1.55), (16, 1.9), (32, 2.6), (64, 4.2)],
-    "accelerator": [(1, 1.0), (8, 1.03), (16, 1.06), (32, 1.12), (64, 1.25), (128, 1.6), (256, 2.5)],
-}
 # Drafting must promise this much more than plain decoding: estimates are noisy and plain decoding is certain
 _MARGIN = 1.1
-# drafting that takes less than this many plain steps a round is never paused
+# drafting that takes less than this many plain steps per round is never paused
 _NEXT_TO_NOTHING = 0.02
-
-
-class CostModel:
-    """Seconds of a target forward over n nodes a row, from the forwards made so far.
-
-    Measurements are forgotten after a while: a width that was measured in a bad moment would look too dear for ever,
-    since it would not be tried again.
-    """
-
-    MEMORY = 128  # forwards
-
-    def __init__(self, device_type: str) -> None:
-        self._prior = _PRIOR_COST["cpu" if device_type == "cpu" else "accelerator"]
-        self._samples: dict[tuple[int, int], deque[float]] = {}
-        self._last_seen: dict[tuple[int, int], int] = {}
-        self._forwards = 0
-
-    def observe(self, batch: int, width: int, seconds: float) -> None:
-        """A forward over `width` nodes in each of `batch` rows took this long."""
-        key = (batch, width)
-        self._samples.setdefault(key, deque(maxlen=9)).append(seconds)
-        self._forwards += 1
-        self._last_seen[key] = self._forwards
-        for old in [old for old, seen in self._last_seen.items() if self._forwards - seen >= self.MEMORY]:
-            del self._samples[old], self._last_seen[old]
-
-    def seconds(self, batch: int, width: int) -> float:
-        """Expected seconds of such a forward (in units of one plain step while nothing has been measured)."""
-        samples = self._samples.get((batch, width), ())
-        if len(samples) >= 3:
-            return statistics.median(samples)
-        scaled = self._from_neighbour(batch, width)
-        if not samples:
-            return scaled
-        return (scaled + min(samples)) / 2
-
-    def _from_neighbour(self, batch: int, width: int) -> float:
-        """Scaled from the nearest width measured, by the prior's shape."""
-        measured = [
-            (abs(other - width), other, samples)
-            for (rows, other), samples in self._samples.items()
-            if rows == batch and (other != width or len(self._samples) == 1)
-        ]
-        if not measured:
-            return self._prior_ratio(batch * width) / self._prior_ratio(batch)
-        _, other, samples = min(measured, key=lambda item: (item[0], item[1]))
-        return statistics.median(samples) * self._prior_ratio(batch * width) / self._prior_ratio(batch * other)
-
-    def _prior_ratio(self, tokens: int) -> float:
-        points = self._prior
-        index = bisect_left(points, (tokens, 0.0))
-        if index == len(points):  # beyond the table: as steep as its last step
-            (x0, y0), (x1, y1) = points[-2:]
-        elif index == 0:
-            return points[0][1]
-        else:
-            (x0, y0), (x1, y1) = points[index - 1], points[index]
-        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
-
-
-class Calibrator:
-    """Turns a drafter's confidence into the acceptance it has meant so far (a reliability diagram)."""
-
-    BINS = 20
-    PRIOR_WEIGHT = 4.0  # the drafter's own word counts as this many observations
-    MEMORY = 100.0  # observations per bin after which old ones fade
-
-    def __init__(self) -> None:
-        self._accepted = [0.0] * self.BINS
-        self._tried = [0.0] * self.BINS
-
-    def _bin(self, confidence: float) -> int:
-        return min(int(confidence * self.BINS), self.BINS - 1)
-
-    def probability(self, confidence: float) -> float:
-        """Probability that a node of this confidence is accepted once its parent is."""
-        index = self._bin(confidence)
-        accepted = self._accepted[index] + self.PRIOR_WEIGHT * min(confidence, 0.98)
-        return accepted / (self._tried[index] + self.PRIOR_WEIGHT)
-
-    def fade(self, most: float) -> None:
-        """Let what was seen count as at most so many observations per bin: another text may be another matter."""
-        for index, tried in enumerate(self._tried):
-            if tried > most:
-                self._accepted[index] *= most / tried
-                self._tried[index] = most
-
-    def observe(self, confidence: float, accepted: bool) -> None:
-        """A node of this confidence, whose parent was accepted, was accepted itself or not."""
-        index = self._bin(confidence)
-        if self._tried[index] >= self.MEMORY:
-            self._tried[index] *= 0.5
-            self._accepted[index] *= 0.5
-        self._tried[index] += 1.0
-        self._accepted[index] += float(accepted)
-
-    @property
-    def observations(self) -> float:
-        """How much has been seen, faded as it is."""
-        return sum(self._tried)
-
-
-class Experience:
-    """What is known of a mode on a model: kept from call to call, so that a call need not start from nothing.
-
-    Args:
-        costs: what forwards cost in this mode: some verify with a part of the model.
-    """
-
-    KEPT = 10.0  # observations per bin that an earlier call counts for
-    FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafting after drafting has not paid
-
-    def __init__(self, costs: CostModel) -> None:
-        self.costs = costs
-        self.calibrator = Calibrator()
-        self.acceptance = 0.5  # of drafts below an accepted node, decaying mean
-        self.draft_seconds = 0.0  # per depth drafted, decaying mean
-        self.drafting = 0.0  # plain steps that drafting takes a round, decaying mean
-        self.gain = 0.0  # tokens that a round promised beyond what its time was worth, decaying mean
-        self.paused = 0  # rounds still to go without drafting
-        self.next_pause = self.FIRST_PAUSE
-
-    def pause(self) -> None:
-        """Go without drafting for a while, each time for longer."""
-        self.paused = self.next_pause
-        self.next_pause = min(2 * self.next_pause, self.LONGEST_PAUSE)
 
 
 class Controller(Protocol):
@@ -195,11 +60,13 @@ class FixedController:
         return Budget(depth=depth, room=room, nodes=self.tokens, trees=trees, pays=lambda chains: True)
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
-        draft = _seated(draft, most_nodes)
-        tokens = min(self.tokens, most_nodes - _passengers(draft))
+        draft = drop_excess_passengers(draft, most_nodes)
+        tokens = min(self.tokens, most_nodes - count_passengers(draft))
         if draft.q is not None:
-            return _first(draft, running, tokens)
-        return draft.keep([_largest(draft, row, tokens) if running[row] else [0] for row in range(draft.batch_size)])
+            return first_nodes(draft, running, tokens)
+        return draft.keep(
+            [most_confident(draft, row, tokens) if running[row] else [0] for row in range(draft.batch_size)]
+        )
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -248,12 +115,12 @@ class AdaptiveController:
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
         if draft.is_empty:
             return draft
-        draft = _seated(draft, most_nodes)
-        passengers = _passengers(draft)
+        draft = drop_excess_passengers(draft, most_nodes)
+        riding = count_passengers(draft)
         if draft.q is not None:
-            return _first(draft, running, most_nodes - passengers)
+            return first_nodes(draft, running, most_nodes - riding)
         rows = [row for row in range(draft.batch_size) if running[row]]
-        most = min(self.most_tokens, most_nodes - passengers)
+        most = min(self.most_tokens, most_nodes - riding)
         # expected tokens of all rows with the best i drafted nodes each
         expected = [float(len(rows))] + [0.0] * most
         for row in rows:
@@ -263,10 +130,10 @@ class AdaptiveController:
                 expected[index] += probability
         expected = list(accumulate(expected))
         widest = min(most, draft.width - 1)
-        plain = expected[0] / self.costs.seconds(len(rows), passengers + 1) * _MARGIN
+        plain = expected[0] / self.costs.seconds(len(rows), riding + 1) * _MARGIN
         best, best_rate = 0, plain
         for nodes in range(1, widest + 1):
-            rate = expected[nodes] / self.costs.seconds(len(rows), passengers + nodes + 1)
+            rate = expected[nodes] / self.costs.seconds(len(rows), riding + nodes + 1)
             if rate > best_rate:
                 best, best_rate = nodes, rate
         return draft.keep(
@@ -312,7 +179,7 @@ class AdaptiveController:
     def _largest_calibrated(self, draft: Draft, row: int, nodes: int) -> list[int]:
         reached = self._path_probabilities(draft, row)
         order = sorted(draft.drafted[row], key=lambda node: (-reached[node], node))
-        return _with_passengers(draft, row, order[:nodes])
+        return with_passengers(draft, row, order[:nodes])
 
     def _learn(self, proposal: Draft, row: int, committed: Sequence[int]) -> None:
         """Every drafted child of a committed node was right or wrong, whether it was verified or not."""
@@ -381,47 +248,3 @@ class AdaptiveController:
                 self.experience.next_pause = self.experience.FIRST_PAUSE
                 return True
         return False
-
-
-def _first(draft: Draft, running: Sequence[bool], nodes: int) -> Draft:
-    """The first `nodes` drafted nodes of every running row: a cut that does not depend on what was drawn."""
-    return draft.keep(
-        [
-            list(range(min(nodes + 1, len(tokens)))) if runs else [0]
-            for tokens, runs in zip(draft.tokens, running, strict=True)
-        ]
-    )
-
-
-def _largest(draft: Draft, row: int, nodes: int) -> list[int]:
-    """The best `nodes` drafted nodes of a row by the drafter's own confidence, the root and the passengers."""
-    confidence = draft.confidence[row] if draft.confidence is not None else [1.0] * len(draft.tokens[row])
-    drafted = set(draft.drafted[row])
-    best = [node for node in tree.best_first(draft.parents[row], confidence) if node in drafted]
-    return _with_passengers(draft, row, best[:nodes])
-
-
-def _with_passengers(draft: Draft, row: int, nodes: Sequence[int]) -> list[int]:
-    riding = [] if draft.passenger is None else [node for node, rides in enumerate(draft.passenger[row]) if rides]
-    return sorted({0, *nodes, *riding})
-
-
-def _passengers(draft: Draft) -> int:
-    """Passengers of the row that has the most."""
-    return max(map(sum, draft.passenger)) if draft.passenger is not None else 0
-
-
-def _seated(draft: Draft, most_nodes: int) -> Draft:
-    """The draft, without its passengers where they do not fit."""
-    if _passengers(draft) <= most_nodes:
-        return draft
-    return draft.keep([[0, *drafted] for drafted in draft.drafted])
-
-
-_experiences: WeakKeyDictionary[Any, dict[tuple, Experience]] = WeakKeyDictionary()
-
-
-def experience_of(model: Any, mode: str) -> Experience:
-    """What is known of this mode on this model, on its device and in its dtype."""
-    key = (str(model.device), model.dtype, torch.get_num_threads(), mode)
-    return _experiences.setdefault(model, {}).setdefault(key, Experience(CostModel(model.device.type)))

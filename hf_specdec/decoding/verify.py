@@ -3,56 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..draft import Draft, Scores
+from ..draft import AttentionLayout, Draft, Scores
 from ..target.cached_model import CachedModel
-from ..target.hidden import LastHidden, watch_head
+from .transcript import Outputs
 
 
-def verify(
-    target: CachedModel,
-    draft: Draft,
-    needs_hidden: bool = False,
-    output_hidden_states: bool = False,
-    output_attentions: bool = False,
-) -> Scores:
-    """Score the trees of the rows that the target still carries, in its order."""
-    rows = target.rows
-    model_kwargs: dict[str, Any] = {}
-    if output_hidden_states:
-        model_kwargs["output_hidden_states"] = True
-    if output_attentions:
-        model_kwargs["output_attentions"] = True
-    with watch_head(target.model) if needs_hidden else nullcontext(LastHidden()) as last:
-        output = target.forward(
-            [draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], **model_kwargs
-        )
+def verify(target: CachedModel, draft: Draft, layers: Sequence[int], outputs: Outputs) -> Scores:
+    """Score the trees of the rows that the target still carries, in its order.
+
+    Args:
+        target: the target with its KV cache.
+        draft: for all rows of the batch.
+        layers: whose hidden states the drafter reads.
+        outputs: what the user wants returned per step.
+    """
+    rows, wanted = list(target.rows), _wanted(outputs)
+    layout = AttentionLayout(target.slots.count, *_static_and_windows(target)) if wanted else None
+    output = target.forward([draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], layers, **wanted)
     return Scores(
         logits=output.logits,
-        rows=list(rows),
-        hidden=last.hidden,
-        hidden_states=output.hidden_states if output_hidden_states else None,
-        attentions=output.attentions if output_attentions else None,
+        rows=rows,
+        hidden=output.hidden,
+        hidden_states=output.hidden_states if outputs.hidden_states is not None else None,
+        attentions=output.attentions if outputs.attentions is not None else None,
+        layout=layout,
     )
 
 
+def _wanted(outputs: Outputs) -> dict[str, Any]:
+    wanted = {
+        "output_hidden_states": outputs.hidden_states is not None,
+        "output_attentions": outputs.attentions is not None,
+    }
+    return {name: True for name, asked in wanted.items() if asked}
+
+
+def _static_and_windows(target: CachedModel) -> tuple[bool, tuple[int | None, ...]]:
+    static, windows = target.attention_layout()
+    return static, tuple(windows)
+
+
 def node_outputs(
-    target: CachedModel, scores: Scores, paths: Sequence[Sequence[int]], slots_before: int
+    scores: Scores, paths: Sequence[Sequence[int]]
 ) -> tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...] | None]:
     """Hidden states and attentions of the last node of each path, shaped as a plain step returns them.
 
-    Per layer `[B, 1, d]` and `[B, heads, 1, keys]`: a plain step sees the past and the path, no other branch.
+    Per layer `[B, 1, d]` and `[B, heads, 1, keys]`: a plain step sees the past and the path, no other branch. Those of
+    the prompts' forward are returned whole.
 
     Args:
-        target: the model that made the scores.
-        scores: a forward's scores.
+        scores: of a forward.
         paths: per row, nodes from the root to the one that is asked for; all of one length.
-        slots_before: slots the cache held before that forward.
     """
+    layout = scores.layout
+    if layout is None:
+        return scores.hidden_states, scores.attentions
     nodes = [path[-1] for path in paths]
     rows = list(range(len(paths)))
     hidden = None
@@ -62,7 +71,7 @@ def node_outputs(
     if scores.attentions is not None:
         width = scores.logits.shape[1]
         attentions = tuple(
-            _plain_attention(layer, paths, width, slots_before, *target.attention_layout(index))
+            _plain_attention(layer, paths, width, layout.slots_before, layout.static, layout.windows[index])
             for index, layer in enumerate(scores.attentions)
         )
     return hidden, attentions

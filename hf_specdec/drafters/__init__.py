@@ -1,17 +1,13 @@
-"""One file per way of drafting; the mode, the file and the class share a stem."""
+"""One file per way of drafting, with its settings beside it; the mode, the file and the class share a stem.
 
-from ..drafter import Drafter
-from .assistant import AssistantDrafter
-from .early_exit import EarlyExitDrafter
-from .lookahead import LookaheadDrafter
-from .medusa import MedusaDrafter
-from .prompt_lookup import PromptLookupDrafter
+A new mode is one file and its line below. The line also states what the conformance suite must give the mode.
+"""
 
-__all__ = [
-    "AssistantDrafter",
-    "Drafter",
-    "EarlyExitDrafter",
-    "LookaheadDrafter",
-    "MedusaDrafter",
-    "PromptLookupDrafter",
-]
+from ..modes import Mode, register_mode
+from . import assistant, early_exit, lookahead, medusa, prompt_lookup
+
+register_mode(Mode("assistant", assistant.AssistantConfig, assistant.build, needs_assistant=True))
+register_mode(Mode("early_exit", early_exit.EarlyExitConfig, early_exit.build, conformance={"exit_layer": 2}))
+register_mode(Mode("lookahead", lookahead.LookaheadConfig, lookahead.build))
+register_mode(Mode("medusa", medusa.MedusaModeConfig, medusa.build, needs_heads="independent"))
+register_mode(Mode("prompt_lookup", prompt_lookup.PromptLookupConfig, prompt_lookup.build))

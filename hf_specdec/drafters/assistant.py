@@ -10,16 +10,39 @@ References: arXiv:2211.17192, arXiv:2302.01318.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..config import AssistantConfig
-from ..draft import Budget, Context, Draft
+from ..config import SpeculativeConfig, check_range
+from ..context import Context, DraftSampling
+from ..draft import Budget, Draft
 from ..drafter import Drafter
-from ..errors import IncompatibleVocabularyError, UnsupportedModelError
+from ..errors import ConflictingArgumentsError, IncompatibleVocabularyError, UnsupportedModelError
+from ..host.models import text_config
+from ..modes import Request
 from ..target.cached_model import CachedModel
-from ..target.support import support
+from ..target.selftest import support
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig(SpeculativeConfig):
+    """Settings of `assistant`.
+
+    Args:
+        draft_sampling: when the target samples, `"tape"` lets the draft model read the target's own noise, so that
+            both pick the same token as often as can be (arXiv:2408.07978); `"greedy"` takes its argmax.
+        max_vocabulary_padding: most entries by which the two vocabularies may differ and still be the same
+            vocabulary padded to different sizes.
+    """
+
+    draft_sampling: DraftSampling = "tape"
+    max_vocabulary_padding: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "max_vocabulary_padding", 0)
 
 
 class AssistantDrafter(Drafter):
@@ -40,7 +63,7 @@ class AssistantDrafter(Drafter):
     ) -> None:
         self.config = config or AssistantConfig()
         self.model = assistant_model
-        own_size = assistant_model.config.get_text_config(decoder=True).vocab_size
+        own_size = text_config(assistant_model).vocab_size
         target_size = own_size if vocab_size is None else vocab_size
         if abs(own_size - target_size) > self.config.max_vocabulary_padding:
             raise IncompatibleVocabularyError(
@@ -78,12 +101,19 @@ class AssistantDrafter(Drafter):
         running = [row for row, done in enumerate(context.finished) if not done]
         idle = {row for row, done in enumerate(context.finished) if done}
         for depth in range(length):
-            picked, confidence, q = self._pick(context, logits, chains)
-            for row in range(context.batch_size):
-                chains[row].append(picked[row])
-                confidences[row].append(confidence[row])
-            if q is not None:
-                q_columns.append(q)
+            picks = context.pick(
+                logits[:, : self._shared_size],
+                range(context.batch_size),
+                chains,
+                sampling=self.config.draft_sampling,
+                draws=True,
+            )
+            picked = picks.tokens[:, 0].tolist()
+            for row, (token, confidence) in enumerate(zip(picked, picks.confidence[:, 0].tolist(), strict=True)):
+                chains[row].append(token)
+                confidences[row].append(confidence)
+            if picks.q is not None:
+                q_columns.append(picks.q)
             if depth + 1 == length or not budget.pays([confidences[row] for row in running]):
                 break
             logits = runner.extend(picked, idle)
@@ -96,26 +126,6 @@ class AssistantDrafter(Drafter):
             # a column per drafted node, after one for the root
             q=torch.stack([q_columns[0], *q_columns], dim=1) if q_columns else None,
         )
-
-    # ------------------------------------------------------------------ choosing tokens
-
-    def _pick(
-        self, context: Context, logits: torch.Tensor, chains: list[list[int]]
-    ) -> tuple[list[int], list[float], torch.Tensor | None]:
-        """Next token and confidence of every row, and q `[B, V]` where tokens are drawn from it."""
-        rows = range(context.batch_size)
-        probabilities = context.probabilities(logits[:, : self._shared_size], rows, chains)
-        q = None
-        if self.config.draft_sampling == "greedy":
-            tokens = probabilities.argmax(-1)
-        elif context.draws_own_noise:
-            q = probabilities
-            tokens = torch.multinomial(q, 1).squeeze(1)
-        else:
-            steps = [context.step(row) + len(chain) for row, chain in enumerate(chains)]
-            tokens = context.coupled(probabilities, rows, steps).argmax(-1)
-        confidence = probabilities.gather(1, tokens[:, None]).squeeze(1)
-        return tokens.tolist(), confidence.tolist(), q
 
     # ------------------------------------------------------------------ keeping the cache aligned
 
@@ -144,3 +154,12 @@ class AssistantDrafter(Drafter):
     def _readable(self, text: list[int]) -> list[int]:
         """The text, without the target's padding tokens that the draft model has no embedding for."""
         return [token if token < self._own_size else 0 for token in text]
+
+
+def build(request: Request, config: Any) -> AssistantDrafter:
+    """The drafter of mode `assistant`. Raises `ConflictingArgumentsError` without a draft model."""
+    if request.assistant_model is None:
+        raise ConflictingArgumentsError(
+            "speculative_mode='assistant' needs assistant_model=, a smaller model with the same tokenizer."
+        )
+    return AssistantDrafter(request.assistant_model, config, text_config(request.model).vocab_size)

@@ -24,13 +24,17 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from .. import tree
-from ..config import LookaheadConfig
-from ..draft import Budget, Context, Draft, Scores, Verdict
+from ..config import SpeculativeConfig, check_range
+from ..context import Context
+from ..draft import Budget, Draft, Scores, Verdict
 from ..drafter import Drafter
+from ..modes import Request
+from ..tree import TreeBuilder
 from .votes import grow
 
 # tokens before an n-gram that tell how well it fits
@@ -40,6 +44,28 @@ _LEAST_PROBABILITY = 0.02
 _DEFAULT_WINDOW = 5
 # widths that "auto" chooses from
 _WINDOWS = (3, 5, 7, 10, 15, 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadConfig(SpeculativeConfig):
+    """Settings of `lookahead`. The window adds (ngram_size - 1) * window_size - 1 nodes to every forward.
+
+    Args:
+        window_size: W, columns of the Jacobi window; 0 leaves it out, so that n-grams come from the text alone.
+            `"auto"` takes what the measured cost of a forward allows, which may be none.
+        ngram_size: N; n-grams hold N tokens, so a draft is at most N - 1 deep.
+        guess_set_size: G, most n-grams kept, and drafted at once, for a first token.
+    """
+
+    window_size: int | Literal["auto"] = "auto"
+    ngram_size: int = 5
+    guess_set_size: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "window_size", 0)
+        check_range(self, "ngram_size", 2)
+        check_range(self, "guess_set_size", 1)
 
 
 class LookaheadDrafter(Drafter):
@@ -60,22 +86,15 @@ class LookaheadDrafter(Drafter):
     def propose(self, context: Context, budget: Budget) -> Draft:
         width = self._window_width(budget)
         branches = self.config.guess_set_size if budget.trees else 1
-        tokens: list[list[int]] = []
-        parents: list[list[int]] = []
-        confidence: list[list[float]] = []
-        passenger: list[list[bool]] = []
+        trees = []
         for row, state in enumerate(self._rows):
-            text, depth = context.tokens[row], budget.depth[row]
+            text, grown = context.tokens[row], TreeBuilder(context.roots[row])
             state.pool.read(text)
-            drafted = state.pool.tree(text, depth, budget.nodes, branches)
-            riders: tuple[list[int], list[int]] = ([], [])
+            state.pool.grow(grown, text, budget.depth[row], budget.nodes, branches)
             if width and budget.room[row] >= width + self.config.ngram_size:  # its deepest node must have a place
-                riders = state.window.nodes(text, width, first=1 + len(drafted[0]))
-            tokens.append([text[-1], *drafted[0], *riders[0]])
-            parents.append([-1, *drafted[1], *riders[1]])
-            confidence.append([1.0, *drafted[2], *[0.0] * len(riders[0])])
-            passenger.append([False] * (1 + len(drafted[0])) + [True] * len(riders[0]))
-        return Draft(tokens=tokens, parents=parents, confidence=confidence, passenger=passenger)
+                state.window.ride(grown, text, width)
+            trees.append(grown)
+        return Draft.of(trees)
 
     def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
         for index, row in enumerate(scores.rows):
@@ -102,11 +121,8 @@ class LookaheadDrafter(Drafter):
     @staticmethod
     def _guesses(context: Context, logits: torch.Tensor, row: int, steps: Sequence[int]) -> list[int]:
         """The target's tokens for these steps of a row, by the logits `[W, V]` of the window's last level."""
-        if not context.selection.processors and context.tape is None:
-            return logits.argmax(-1).tolist()
-        rows = [row] * len(steps)
-        probabilities = context.probabilities(logits, rows, [()] * len(steps))
-        return context.coupled(probabilities, rows, steps).argmax(-1).tolist()
+        picks = context.pick(logits, [row] * len(steps), [()] * len(steps), steps=steps)
+        return picks.tokens[:, 0].tolist()
 
     def _window_width(self, budget: Budget) -> int:
         """Columns of the window this round: the setting, or what pays by the measured cost of a forward."""
@@ -117,6 +133,11 @@ class LookaheadDrafter(Drafter):
         elif self._width and budget.cost is not None and not self._gain.pays(self._width, budget.cost):
             self._width = 0
         return self._width
+
+
+def build(request: Request, config: Any) -> LookaheadDrafter:
+    """The drafter of mode `lookahead`."""
+    return LookaheadDrafter(config)
 
 
 @dataclass
@@ -196,27 +217,24 @@ class Window:
         """Start anew with the next round."""
         self.levels = []
 
-    def nodes(self, text: Sequence[int], width: int, first: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the window's nodes in a tree whose root is the last token of `text`.
+    def ride(self, grown: TreeBuilder, text: Sequence[int], width: int) -> None:
+        """Put the window's nodes into a tree, as passengers.
 
         Args:
+            grown: whose root is the last token of `text`.
             text: what has been committed.
             width: W.
-            first: number of the window's first node, 1 after the drafted ones.
         """
         if not self.levels:
             self.levels = [[]]
         for level in self.levels:
             level.extend(self._random.choice(text) for _ in range(width - len(level)))
         self.levels[0][0] = text[-1]
-        tokens = [*self.levels[0][1:], *(token for level in self.levels[1:] for token in level)]
-        above = [0, *range(first, first + width - 1)]  # the nodes of level 0
-        parents = above[:-1]
-        for _ in self.levels[1:]:
-            parents += above
-            start = first + len(parents) - width
-            above = list(range(start, start + width))
-        return tokens, parents
+        above = [0]  # the nodes of level 0, a chain that starts at the root
+        for token in self.levels[0][1:]:
+            above.append(grown.add(above[-1], token, 0.0, passenger=True))
+        for level in self.levels[1:]:
+            above = [grown.add(node, token, 0.0, passenger=True) for node, token in zip(above, level, strict=True)]
 
     def last_level(self, riding: Sequence[int]) -> list[int]:
         """The nodes of the last level, given all of the window's nodes."""
@@ -290,13 +308,20 @@ class NgramPool:
         if len(known) > self.most:
             known.popitem(last=False)
 
-    def tree(
-        self, text: Sequence[int], depth: int, nodes: int, branches: int
-    ) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents (counted with a root at 0) and confidences of what may follow the last token of `text`."""
+    def grow(self, grown: TreeBuilder, text: Sequence[int], depth: int, nodes: int, branches: int) -> None:
+        """Draft what may follow the last token of `text`.
+
+        Args:
+            grown: a tree that holds only the root.
+            text: what has been committed.
+            depth: deepest node.
+            nodes: most nodes besides the root.
+            branches: most children of a node.
+        """
         known = self._by_first.get(text[-1], OrderedDict())
         voters = [(rest, 1 + _common_end(text, entry.before)) for rest, entry in reversed(known.items())]
-        return grow(
+        grow(
+            grown,
             voters,
             lambda rest, drafted: rest[len(drafted)] if len(drafted) < len(rest) else None,
             depth=depth,

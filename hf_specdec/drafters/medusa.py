@@ -1,11 +1,12 @@
 """`medusa`: trained heads on the target's last hidden state draft a token tree.
 
 The hidden state that gave the last committed token is at hand from its verification (or from the prompt), so a draft
-costs no forward of the target. Head k scores the tokens k + 2 positions on: independent heads (Medusa) see the hidden
-state alone, sequential ones (Hydra) also the tokens drafted before. The tree is grown level by level, best first: what
-cannot be among the `budget.nodes` most probable paths is not grown further. What the text said before after the
-current suffix shares the tree, since heads cannot look back. When the target samples, candidates are
-ranked by `q / E_t` over the target's own noise (arXiv:2408.07978), so that the likeliest pick comes first.
+costs no forward of the target. Head k, counted from 1, scores the tokens k + 1 positions after that state's own:
+independent heads (Medusa) see the hidden state alone, sequential ones (Hydra) also the tokens drafted before. The tree
+is grown level by level, best first: what cannot be among the `budget.nodes` most probable paths is not grown further.
+What followed the current suffix earlier in the text shares the tree, since heads cannot look back. When the target
+samples, candidates are ranked by `q / E_t` over the target's own noise (arXiv:2408.07978), so that the token it will
+most probably pick comes first.
 
 References: Medusa (arXiv:2401.10774), Hydra (arXiv:2402.05109), dynamic trees (EAGLE-2, arXiv:2406.16858).
 """
@@ -15,19 +16,117 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..config import MedusaModeConfig
-from ..draft import Budget, Context, Draft
+from ..config import SpeculativeConfig, check_range
+from ..context import Context, DraftSampling
+from ..draft import LAST_HIDDEN, Budget, Draft, HiddenRequest, Scores, Verdict
 from ..drafter import Drafter
 from ..errors import InvalidSettingError
-from ..heads.module import BoundHeads
+from ..modes import Request
+from ..target.cached_model import CachedModel
+from ..tree import TreeBuilder
 from .prompt_lookup import PromptLookupDrafter
 
 # most nodes of a row that a level goes on from, and how many nodes of the whole tree are one of them
 _BEAM, _NODES_A_BEAM = 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaModeConfig(SpeculativeConfig):
+    """Settings of `medusa`. (Those of the heads themselves are `heads.MedusaConfig`.)
+
+    Args:
+        adapter: name of the adapter whose heads draft; None takes the active one.
+        tree: a static tree, as a list of rank paths: `[[0], [1], [0, 0]]` is the best and the second best token of
+            the first head, and below the best one the best of the second. It is drafted whole, every round, and sets
+            num_draft_tokens. None grows the likeliest tree anew every round.
+        max_children: most tokens tried below a node of a tree that grows.
+        prompt_lookup: whether a tree that grows also holds what followed the current suffix earlier in the text, as in
+            mode `prompt_lookup`. It costs next to nothing, and heads cannot look back.
+        draft_sampling: when the target samples, `"tape"` ranks candidates over the target's own noise, so that the
+            token it will pick tends to come first (arXiv:2408.07978); `"greedy"` ranks them by probability.
+    """
+
+    adapter: str | None = None
+    tree: list | tuple | None = None
+    max_children: int = 10
+    prompt_lookup: bool = True
+    draft_sampling: DraftSampling = "tape"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "max_children", 1)
+        if self.tree is not None:
+            _check_rank_paths(self.tree)
+            if self.num_draft_tokens not in ("auto", len(self.tree)):
+                raise InvalidSettingError(
+                    f"tree has {len(self.tree)} nodes, so num_draft_tokens cannot be {self.num_draft_tokens}. Leave it "
+                    "out."
+                )
+            object.__setattr__(self, "num_draft_tokens", len(self.tree))
+
+
+def _check_rank_paths(tree: Any) -> None:
+    paths = {
+        tuple(path)
+        for path in tree
+        if isinstance(path, (list, tuple)) and all(type(rank) is int and 0 <= rank < 1000 for rank in path)
+    }
+    if not paths or len(paths) != len(tree) or () in paths:
+        raise InvalidSettingError(
+            "tree must be a list of different rank paths, each a list of whole numbers such as [0, 1]."
+        )
+    orphans = [list(path) for path in sorted(paths) if len(path) > 1 and path[:-1] not in paths]
+    if orphans:
+        raise InvalidSettingError(f"tree holds {orphans[0]} but not the path above it, {orphans[0][:-1]}.")
+
+
+class DraftHeads(Protocol):
+    """What the drafter asks of heads and the model they are bound to (`heads.find_heads`).
+
+    Shapes: k places, d hidden size, H heads, V_d tokens that can be drafted, V vocabulary.
+    """
+
+    @property
+    def num_heads(self) -> int:
+        """H: a draft is at most so deep."""
+        ...
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a head sees the token drafted before it."""
+        ...
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The state `[k, d]` that the heads start from, given last hidden states `[k, d]`."""
+        ...
+
+    def step(self, head: int, state: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The state `[k, d]` of a head."""
+        ...
+
+    def all_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The states `[H, k, d]` of independent heads."""
+        ...
+
+    def logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        """Scores `[k, V_d]` of a head."""
+        ...
+
+    def all_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores `[H, k, V_d]` of all heads."""
+        ...
+
+    def tokens(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The tokens that outputs of the heads stand for."""
+        ...
+
+    def spread(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[k, V_d]` as scores `[k, V]`."""
+        ...
 
 
 class MedusaDrafter(Drafter):
@@ -41,12 +140,14 @@ class MedusaDrafter(Drafter):
         InvalidSettingError: a static tree is deeper than there are heads.
     """
 
-    needs_hidden: ClassVar[bool] = True
+    hidden = HiddenRequest(layers=(LAST_HIDDEN,))
 
-    def __init__(self, heads: BoundHeads, config: MedusaModeConfig | None = None) -> None:
+    def __init__(self, heads: DraftHeads, config: MedusaModeConfig | None = None) -> None:
         self.heads, self.config = heads, config or MedusaModeConfig()
         self._static = None if self.config.tree is None else {tuple(path) for path in self.config.tree}
         self._lookup: PromptLookupDrafter | None = None
+        # per row, the hidden state [d] that gave the last committed token
+        self._states: list[torch.Tensor | None] = []
         deepest = 0 if self._static is None else max(map(len, self._static))
         if deepest > heads.num_heads:
             raise InvalidSettingError(
@@ -54,121 +155,153 @@ class MedusaDrafter(Drafter):
             )
 
     def start(self, context: Context) -> None:
+        self._states = [None] * context.batch_size
         if self.config.prompt_lookup and self._static is None:
             self._lookup = PromptLookupDrafter()
             self._lookup.start(context)
             self.drafts_for_free = True
 
+    def attach(self, target: CachedModel, prompt: Scores) -> None:
+        self._states = list(prompt.hidden[LAST_HIDDEN][:, -1])
+
+    def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
+        hidden = scores.hidden[LAST_HIDDEN]
+        for place, row in enumerate(scores.rows):
+            if verdict.kept[row]:
+                self._states[row] = hidden[place, verdict.kept[row][-1]]
+
     def propose(self, context: Context, budget: Budget) -> Draft:
-        draft = _nothing(context) if budget.free_only else self._foreseen(context, budget)
+        trees = [TreeBuilder(root) for root in context.roots]
+        if not budget.free_only:
+            self._grow(trees, context, budget)
         if self._lookup is not None:
-            draft = draft.joined(self._lookup.propose(context, budget), budget.nodes)
+            for tree, found in zip(trees, self._lookup.trees(context, budget), strict=True):
+                tree.merge(found)
+        if self._static is None:
+            trees = [tree.best(budget.nodes) for tree in trees]
+        draft = Draft.of(trees)
         return draft if budget.trees else draft.best_chain()
 
     @torch.no_grad()
-    def _foreseen(self, context: Context, budget: Budget) -> Draft:
-        """What the heads draft."""
+    def _grow(self, trees: list[TreeBuilder], context: Context, budget: Budget) -> None:
+        """Put what the heads draft into the trees."""
         depth = [min(depth, self.heads.num_heads) for depth in budget.depth]
-        if budget.nodes < 1:
-            return _nothing(context)
-        rows = [row for row in range(context.batch_size) if depth[row] > 0 and not context.finished[row]]
-        if context.hidden is None or not rows:
-            return _nothing(context)
-        speaker: _Speaker = (_Sequential if self.heads.is_sequential else _Independent)(self.heads, context, rows)
-        children = min(self.config.max_children, budget.nodes) if budget.trees else 1
-        if self._static is not None:
-            children = 1 + max(rank for path in self._static for rank in path)
-        growing = {row: _GrowingTree(context.roots[row]) for row in rows}
+        rows = [row for row, state in enumerate(self._states) if self._drafts(row, depth, context, state)]
+        if budget.nodes < 1 or not rows:
+            return
+        scorer = self._scorer(context, rows)
         frontier = [_Place(row, 0) for row in rows]
-        for level in range(max(depth)):
+        for level in range(max(depth[row] for row in rows)):
             frontier = [place for place in frontier if depth[place.row] > level]
             if not frontier:
                 break
-            paths = [growing[place.row].path(place.node) for place in frontier]
-            tokens, confidence = self._candidates(context, speaker, level, frontier, paths, children)
-            nodes = [
-                growing[place.row].add(place.node, below, values, self._static)
-                for place, below, values in zip(frontier, tokens, confidence, strict=True)
-            ]
+            added = self._add_level(trees, context, scorer, level, frontier, budget)
             frontier = [
-                _Place(row, node, index)
+                place
                 for row in rows
-                for node, index in self._promising(growing[row], row, frontier, nodes, budget)
+                for place in self._promising(trees[row], [at for at in added if at.row == row], budget)
             ]
-            if self._static is None and not budget.pays([growing[row].best_path() for row in rows]):
+            if self._static is None and not budget.pays([trees[row].best_path() for row in rows]):
                 break
-        grown = [growing[row] if row in growing else _GrowingTree(root) for row, root in enumerate(context.roots)]
-        most = max(map(len, grown)) if self._static is not None else budget.nodes
-        best = [row.best(most) for row in grown]
-        return Draft(
-            tokens=[tokens for tokens, _, _ in best],
-            parents=[parents for _, parents, _ in best],
-            confidence=[confidence for _, _, confidence in best],
-        )
+        if self._static is None:
+            for row in rows:  # not all of them shall compete with what else is put into the tree
+                trees[row] = trees[row].best(budget.nodes)
 
-    def _promising(
-        self, tree: _GrowingTree, row: int, frontier: list[_Place], nodes: list[list[int]], budget: Budget
-    ) -> list[tuple[int, int]]:
-        """(node, index of its parent in the frontier) of the newest nodes that are worth going on from."""
-        new = [
-            (node, index)
-            for index, (place, children) in enumerate(zip(frontier, nodes, strict=True))
-            if place.row == row
-            for node in children
-        ]
+    @staticmethod
+    def _drafts(row: int, depth: Sequence[int], context: Context, state: torch.Tensor | None) -> bool:
+        return depth[row] > 0 and not context.finished[row] and state is not None
+
+    def _scorer(self, context: Context, rows: Sequence[int]) -> _Scorer:
+        hidden = torch.stack([state for row in rows if (state := self._states[row]) is not None])
+        if self.heads.is_sequential:
+            return _Sequential(self.heads, hidden, [context.roots[row] for row in rows])
+        return _Independent(self.heads, hidden, rows)
+
+    def _add_level(
+        self,
+        trees: Sequence[TreeBuilder],
+        context: Context,
+        scorer: _Scorer,
+        level: int,
+        frontier: Sequence[_Place],
+        budget: Budget,
+    ) -> list[_Place]:
+        """Put the best tokens below every place; those of a static tree only if they are in it. The new places."""
+        children = min(self.config.max_children, budget.nodes) if budget.trees else 1
         if self._static is not None:
-            return [(node, index) for node, index in new if tree.has_static_children(node, self._static)]
+            children = 1 + max(rank for path in self._static for rank in path)
+        tokens, confidence = self._candidates(trees, context, scorer, level, frontier, children)
+        added = []
+        for index, place in enumerate(frontier):
+            for rank, (token, value) in enumerate(zip(tokens[index], confidence[index], strict=True)):
+                ranks = (*place.ranks, rank)
+                if self._static is not None and ranks not in self._static:
+                    continue
+                if value <= 0.0 and self._static is None:
+                    break  # the target's processors rule it out
+                node = trees[place.row].add(place.node, token, value)
+                added.append(_Place(place.row, node, index, ranks))
+        return added
+
+    def _promising(self, tree: TreeBuilder, added: list[_Place], budget: Budget) -> list[_Place]:
+        """The newest places of a row that are worth going on from."""
+        if self._static is not None:
+            return [place for place in added if any(path[:-1] == place.ranks for path in self._static)]
         if not budget.trees:
-            return new[:1]
-        reached = tree.reached
-        likeliest = nlargest(budget.nodes, reached[1:])
-        least = likeliest[-1] if len(likeliest) == budget.nodes else 0.0
+            return added[:1]
+        probable = nlargest(budget.nodes, tree.reached[1:])
+        least = probable[-1] if len(probable) == budget.nodes else 0.0
         beam = max(_BEAM, budget.nodes // _NODES_A_BEAM)
-        return nlargest(beam, [item for item in new if reached[item[0]] >= least], key=lambda item: reached[item[0]])
+        worthy = [place for place in added if tree.reached[place.node] >= least]
+        return nlargest(beam, worthy, key=lambda place: tree.reached[place.node])
 
     def _candidates(
         self,
+        trees: Sequence[TreeBuilder],
         context: Context,
-        speaker: _Speaker,
+        scorer: _Scorer,
         level: int,
         frontier: Sequence[_Place],
-        paths: Sequence[list[int]],
         count: int,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """For every place the `count` best tokens below it, the best first, and what the head thinks of each."""
-        logits = speaker.logits(level, frontier, [path[-1] if path else None for path in paths])
-        rows = [place.row for place in frontier]
-        processes = bool(context.selection.processors) and context.selection.is_row_wise
-        reads_tape = context.tape is not None and self.config.draft_sampling == "tape"
-        if not processes and not reads_tape:
-            count = min(count, logits.shape[-1])
-            best = logits.topk(count)
-            confidence = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
-            return self.heads.tokens(best.indices).tolist(), confidence.tolist()
-        probabilities = context.probabilities(self.heads.spread(logits), rows, paths)
-        ranked = probabilities
-        if reads_tape:
-            ranked = context.coupled(probabilities, rows, [context.step(row) + level for row in rows])
-        tokens = ranked.topk(min(count, ranked.shape[-1])).indices
-        return tokens.tolist(), probabilities.gather(1, tokens).tolist()
+        """For every place the `count` best tokens below it, the best first, and the heads' probabilities of them."""
+        paths = [trees[place.row].path(place.node) for place in frontier]
+        logits = scorer.logits(level, frontier, [path[-1] if path else None for path in paths])
+        sampling = self.config.draft_sampling
+        # where nothing else is looked at, the tokens that can be drafted are enough
+        narrow = context.takes_logits_as_they_are(sampling)
+        picks = context.pick(
+            logits if narrow else self.heads.spread(logits),
+            [place.row for place in frontier],
+            paths,
+            count=count,
+            sampling=sampling,
+        )
+        tokens = self.heads.tokens(picks.tokens) if narrow else picks.tokens
+        return tokens.tolist(), picks.confidence.tolist()
 
 
-def _nothing(context: Context) -> Draft:
-    return Draft.chains(context.roots, [[]] * context.batch_size, [[]] * context.batch_size)
+def build(request: Request, config: Any) -> MedusaDrafter:
+    """The drafter of mode `medusa`. Raises `AdapterError` where the model has no heads."""
+    from ..heads import find_heads
+
+    return MedusaDrafter(find_heads(request.model, config.adapter, mode="medusa"), config)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A node that is gone on from."""
+    """A node that a level goes on from."""
 
     row: int
     node: int
     # index of its parent among the places of the level before
     parent: int = 0
+    # the rank of each token on its path among its siblings
+    ranks: tuple[int, ...] = ()
 
 
-class _Speaker(Protocol):
-    """What the heads say."""
+class _Scorer(Protocol):
+    """The heads' scores, level by level."""
 
     def logits(self, level: int, places: Sequence[_Place], tokens: Sequence[int | None]) -> torch.Tensor:
         """Scores `[f, V_d]` of the tokens below each place; `tokens` stand there, None for the roots."""
@@ -178,10 +311,9 @@ class _Speaker(Protocol):
 class _Independent:
     """Heads that see the hidden state alone: the same scores wherever in a row's level."""
 
-    def __init__(self, heads: BoundHeads, context: Context, rows: Sequence[int]) -> None:
-        assert context.hidden is not None
+    def __init__(self, heads: DraftHeads, hidden: torch.Tensor, rows: Sequence[int]) -> None:
         self._index = {row: index for index, row in enumerate(rows)}
-        self._logits = heads.all_logits(heads.all_states(context.hidden[list(rows)]))
+        self._logits = heads.all_logits(heads.all_states(hidden))
 
     def logits(self, level: int, places: Sequence[_Place], tokens: Sequence[int | None]) -> torch.Tensor:
         return self._logits[level, [self._index[place.row] for place in places]]
@@ -190,11 +322,10 @@ class _Independent:
 class _Sequential:
     """Heads that go on from the head before and the token drafted there."""
 
-    def __init__(self, heads: BoundHeads, context: Context, rows: Sequence[int]) -> None:
-        assert context.hidden is not None
+    def __init__(self, heads: DraftHeads, hidden: torch.Tensor, roots: list[int]) -> None:
         self._heads = heads
-        self._states = heads.start(context.hidden[list(rows)])
-        self._roots = [context.roots[row] for row in rows]
+        self._states = heads.start(hidden)
+        self._roots = roots
 
     def logits(self, level: int, places: Sequence[_Place], tokens: Sequence[int | None]) -> torch.Tensor:
         if level:
@@ -203,67 +334,3 @@ class _Sequential:
         ids = torch.tensor(self._roots, device=self._states.device)
         self._states = self._heads.step(level, self._states, ids)
         return self._heads.logits(level, self._states)
-
-
-class _GrowingTree:
-    """A row's tree while it grows."""
-
-    def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.confidence = [root], [-1], [1.0]
-        # probability that each node is reached, by the drafter's own word
-        self.reached = [1.0]
-        self._ranks: list[tuple[int, ...]] = [()]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def add(
-        self, parent: int, tokens: Sequence[int], confidence: Sequence[float], static: set[tuple[int, ...]] | None
-    ) -> list[int]:
-        """Put candidates below a node, those of a static tree only if they are in it. Returns their nodes."""
-        new = []
-        for rank, (token, value) in enumerate(zip(tokens, confidence, strict=True)):
-            ranks = (*self._ranks[parent], rank)
-            if static is not None and ranks not in static:
-                continue
-            if value <= 0.0 and static is None:
-                break  # the target's processors rule it out
-            new.append(len(self.tokens))
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.confidence.append(min(1.0, value))
-            self.reached.append(self.reached[parent] * min(1.0, value))
-            self._ranks.append(ranks)
-        return new
-
-    def has_static_children(self, node: int, static: set[tuple[int, ...]]) -> bool:
-        """Whether a static tree goes on from here."""
-        ranks = self._ranks[node]
-        return any(path[:-1] == ranks for path in static)
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from below the root to this node."""
-        path: list[int] = []
-        while node > 0:
-            path.append(self.tokens[node])
-            node = self.parents[node]
-        return path[::-1]
-
-    def best_path(self) -> list[float]:
-        """Confidences along the likeliest path to the deepest level."""
-        deepest = max(range(len(self)), key=lambda node: (len(self._ranks[node]), self.reached[node]))
-        path: list[float] = []
-        while deepest > 0:
-            path.append(self.confidence[deepest])
-            deepest = self.parents[deepest]
-        return path[::-1]
-
-    def best(self, nodes: int) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents and confidences of the likeliest `nodes` nodes and the root."""
-        kept = [0, *sorted(nlargest(nodes, range(1, len(self)), key=lambda node: (self.reached[node], -node)))]
-        index = {node: place for place, node in enumerate(kept)}
-        return (
-            [self.tokens[node] for node in kept],
-            [-1 if node == 0 else index[self.parents[node]] for node in kept],
-            [self.confidence[node] for node in kept],
-        )

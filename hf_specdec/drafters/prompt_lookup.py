@@ -10,14 +10,38 @@ References: prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup
 
 from __future__ import annotations
 
-from ..config import PromptLookupConfig
-from ..draft import Budget, Context, Draft
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import SpeculativeConfig, check_range
+from ..context import Context
+from ..draft import Budget, Draft
 from ..drafter import Drafter
+from ..modes import Request
+from ..tree import TreeBuilder
 from .votes import grow
 
 _LEAST_PROBABILITY = 0.04
 _MOST_OCCURRENCES = 48
 _MOST_BRANCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLookupConfig(SpeculativeConfig):
+    """Settings of `prompt_lookup`.
+
+    Args:
+        min_match_length: shortest suffix of the text that is looked up in it.
+        max_match_length: longest suffix whose length still tells matches apart.
+    """
+
+    min_match_length: int = 1
+    max_match_length: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "min_match_length", 1)
+        check_range(self, "max_match_length", self.min_match_length)
 
 
 class PromptLookupDrafter(Drafter):
@@ -33,16 +57,23 @@ class PromptLookupDrafter(Drafter):
         ]
 
     def propose(self, context: Context, budget: Budget) -> Draft:
-        tokens, parents, confidence = [], [], []
-        for row, index in enumerate(self._indexes):
-            text = context.tokens[row]
+        return Draft.of(self.trees(context, budget))
+
+    def trees(self, context: Context, budget: Budget) -> list[TreeBuilder]:
+        """What followed each row's suffix earlier, for drafters that put more into the same trees."""
+        trees = []
+        for index, text, depth in zip(self._indexes, context.tokens, budget.depth, strict=True):
             index.extend(text)
-            branches = _MOST_BRANCHES if budget.trees else 1
-            drafted = index.tree(budget.depth[row], budget.nodes, branches) if budget.depth[row] > 0 else ([], [], [])
-            tokens.append([text[-1], *drafted[0]])
-            parents.append([-1, *drafted[1]])
-            confidence.append([1.0, *drafted[2]])
-        return Draft(tokens=tokens, parents=parents, confidence=confidence)
+            tree = TreeBuilder(text[-1])
+            if depth > 0:
+                index.grow(tree, depth, budget.nodes, _MOST_BRANCHES if budget.trees else 1)
+            trees.append(tree)
+        return trees
+
+
+def build(request: Request, config: Any) -> PromptLookupDrafter:
+    """The drafter of mode `prompt_lookup`."""
+    return PromptLookupDrafter(config)
 
 
 class SuffixIndex:
@@ -87,8 +118,15 @@ class SuffixIndex:
             length += 1
         return length
 
-    def tree(self, depth: int, nodes: int, branches: int) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents (counted with a root at 0) and confidences of the drafted nodes, best first."""
+    def grow(self, tree: TreeBuilder, depth: int, nodes: int, branches: int) -> None:
+        """Draft what followed earlier occurrences of the suffix, best first.
+
+        Args:
+            tree: that holds only the root.
+            depth: deepest node.
+            nodes: most nodes besides the root.
+            branches: most children of a node.
+        """
         text, end = self.text, len(self.text)
 
         def token_of(position: int, drafted: tuple[int, ...]) -> int:
@@ -96,7 +134,8 @@ class SuffixIndex:
             # an occurrence may run into the text being drafted: repetition repeats itself
             return text[source] if source < end else drafted[source - end]
 
-        return grow(
+        grow(
+            tree,
             self.matches(),
             token_of,
             depth=depth,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from ..tree import TreeBuilder
+
 Source = TypeVar("Source")
 
 # Prior acceptance of the token after a match of so many tokens; the controller corrects it by what it sees
@@ -14,6 +16,7 @@ _TRUST_LONG = 0.9
 
 
 def grow(
+    tree: TreeBuilder,
     voters: Sequence[tuple[Source, int]],
     token_of: Callable[[Source, tuple[int, ...]], int | None],
     *,
@@ -21,41 +24,33 @@ def grow(
     nodes: int,
     branches: int,
     least_probability: float = 0.0,
-) -> tuple[list[int], list[int], list[float]]:
+) -> None:
     """Grow a tree best first.
 
     Every voter votes for the token that followed it, with a weight that grows with the length of its match, so that
     the longest matches decide and frequency breaks their ties.
 
     Args:
+        tree: that holds only the root.
         voters: (source, length of its match with the end of the text), the preferred ones first.
         token_of: the token that a source goes on with after these drafted ones; None where it ends.
         depth: deepest node.
-        nodes: most nodes.
+        nodes: most nodes besides the root.
         branches: most children of a node.
         least_probability: of a path that is still followed.
-
-    Returns:
-        tokens, parents (counted with a root at 0) and confidences of the drafted nodes, best first.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    confidences: list[float] = []
     # a frontier entry: (-path probability, node, tokens drafted on its path, voters that agree with it)
     frontier: list[tuple[float, int, tuple[int, ...], Sequence[tuple[Source, int]]]] = [(-1.0, 0, (), voters)]
-    while frontier and len(tokens) < nodes:
+    while frontier and len(tree) <= nodes:
         reached, node, drafted, agreeing = heappop(frontier)
         if len(drafted) >= depth:
             continue
         for token, share, behind, length in _votes(agreeing, token_of, drafted)[:branches]:
             confidence = share * _trust(length + len(drafted))
-            if -reached * confidence < least_probability or len(tokens) == nodes:
+            if -reached * confidence < least_probability or len(tree) > nodes:
                 break
-            tokens.append(token)
-            parents.append(node)
-            confidences.append(confidence)
-            heappush(frontier, (reached * confidence, len(tokens), (*drafted, token), behind))
-    return tokens, parents, confidences
+            child = tree.add(node, token, confidence)
+            heappush(frontier, (reached * confidence, child, (*drafted, token), behind))
 
 
 def _votes(

@@ -2,78 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
-from yaml import YAMLError
-
-from .config import MedusaConfig
+from .config import HeadConfig
+from .kind import HeadKind, kind_of
 
 # in every card that is made here; without it a card is somebody's own, and stays
 MARK = "<!-- Made by hf_specdec from adapter_config.json. Remove this line, and the card is left as it is. -->"
 # PEFT and transformers make cards of the Hub's template, in which all is still to be filled in, or all but this
 _BLANK, _AUTOMATIC = "[More Information Needed]", "This model card has been automatically generated."
-_TAGS = {"independent": ["medusa"], "sequential": ["medusa", "hydra"], "exit": ["early-exit", "kangaroo"]}
 TEMPLATE = Path(__file__).with_name("model_card.md")
+# what a training notes down (`training.TrainingReport`) and what is added later, and what stands for it where it is not
+_NOTED: dict[str, Any] = {
+    "positions": 0,
+    "held_out_positions": 0,
+    "data": [],
+    "data_settings": {},
+    "data_seconds": 0.0,
+    "training_seconds": 0.0,
+    "machine": "an unknown machine",
+    "command": None,
+    "note": None,
+    "versions": {},
+    "heads": [],
+    "evaluation": None,
+    "measured": None,
+}
 
 
-def model_card(config: MedusaConfig, repo_id: str | None = None, subfolder: str | None = None) -> ModelCard:
-    """The card of heads whose `provenance` says how they came to be (see `training.TrainingReport`)."""
+def model_card(config: HeadConfig, repo_id: str | None = None, subfolder: str | None = None) -> Any:
+    """The card (`huggingface_hub.ModelCard`) of heads whose `provenance` says how they came to be.
+
+    Args:
+        config: of the heads.
+        repo_id: the repository that the card's example loads from.
+        subfolder: where in it the heads are.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    kind, text = kind_of(config), kind_of(config).card(config)
     provenance: dict[str, Any] = dict(config.provenance or {})
     base = config.base_model_name_or_path or "the base model"
-    kind = config.head_type.capitalize()
-    title = "A trained early exit" if config.head_type == "exit" else f"{kind} draft heads"
     data = ModelCardData(
         base_model=config.base_model_name_or_path,
         library_name="peft",
         pipeline_tag="text-generation",
-        tags=["hf-specdec", "speculative-decoding", *_TAGS[config.head_type]],
+        tags=["hf-specdec", "speculative-decoding", *text.tags],
     )
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        title=f"{title} for {base.rpartition('/')[2]}",
-        kind=kind,
+        text=text,
+        mode=kind.mode,
         base_model=base,
+        base_name=base.rpartition("/")[2],
         base_revision=config.revision,
         repo_id=repo_id,
         subfolder=subfolder,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
-        tied_heads=config.tied_heads,
         draft_vocab_size=config.draft_vocab_size,
         vocab_size=config.vocab_size,
-        own_lm_head=config.own_lm_head,
-        output_rank=config.output_rank,
-        head_type=config.head_type,
-        exit_layer=config.exit_layer,
+        output=_output(config),
         mark=MARK,
         minutes=_minutes,
-        **{
-            name: provenance.get(name, default)
-            for name, default in (
-                ("positions", 0),
-                ("held_out_positions", 0),
-                ("data", []),
-                ("data_settings", {}),
-                ("data_seconds", 0.0),
-                ("training_seconds", 0.0),
-                ("machine", "an unknown machine"),
-                ("command", None),
-                ("note", None),
-                ("versions", {}),
-                ("heads", []),
-                ("evaluation", None),
-                ("measured", None),
-            )
-        },
-        evaluation_tables=evaluation_tables,
+        head_rows=lambda heads: _head_rows(kind, heads),
+        evaluation_tables=lambda evaluation: evaluation_tables(kind, evaluation),
+        **{name: provenance.get(name, otherwise) for name, otherwise in _NOTED.items()},
+    )
+
+
+def _output(config: HeadConfig) -> str:
+    if config.output_rank is not None:
+        return f"an output layer of rank {config.output_rank}"
+    return "output layers of their own" if config.has_own_outputs else "the output layer is the base model's"
+
+
+def _head_rows(kind: HeadKind, heads: list[dict[str, float]]) -> str:
+    """Accuracy of every head, as rows of a table. Heads count from 1."""
+    return "".join(
+        f"| {number} | {kind.first_ahead + number - 1} ahead | {head['top1']:.3f} | {head['top10']:.3f} "
+        f"| {head['loss']:.2f} |\n"
+        for number, head in enumerate(heads, start=1)
     )
 
 
 def save_card(
-    config: MedusaConfig,
+    config: HeadConfig,
     path: Path,
     repo_id: str | None = None,
     subfolder: str | None = None,
@@ -89,6 +104,9 @@ def save_card(
         subfolder: where in it the heads are.
         replace: whether to write over any card.
     """
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
     card = model_card(config, repo_id, subfolder)
     if path.exists() and not replace:
         try:
@@ -107,40 +125,30 @@ def save_card(
     return True
 
 
-def _is_blank(card: ModelCard) -> bool:
+def _is_blank(card: Any) -> bool:
     """Whether nobody has written into a card more than its metadata."""
+    from huggingface_hub import ModelCard, ModelCardData
+
     template = ModelCard.from_template(ModelCardData()).content.count(_BLANK)
     return not card.text.strip() or card.content.count(_BLANK) + card.content.count(_AUTOMATIC) >= template
 
 
-def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+def evaluation_tables(kind: HeadKind, evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """What was counted per task, as a card shows it: titles and tables.
 
     Args:
-        evaluation: a `training.evaluate.Evaluation` or `ExitEvaluation` as saved.
+        kind: of the heads.
+        evaluation: a `training.Evaluation` as saved.
     """
-    if "first_token" in evaluation:
-        title = "Part of the tokens that are foreseen, which is the acceptance of a draft's first one"
-        return [(title, _table(evaluation["first_token"], ["norm and LM head alone", "trained"]))]
-    sizes = [f"{nodes} nodes" for nodes in evaluation["nodes"]]
+    sizes = tuple(f"{nodes} nodes" for nodes in evaluation.get("nodes", ()))
     return [
-        (title, _table(evaluation[name], sizes))
-        for name, title in (
-            (
-                "acceptance",
-                "Mean acceptance length of the heads alone, tokens a forward of the base model, with trees of so many "
-                "drafted tokens",
-            ),
-            (
-                "acceptance_with_lookup",
-                "The same where candidates from earlier in the text share the trees, as they do in mode `medusa`",
-            ),
-        )
-        if name in evaluation
+        (table.title, _table(evaluation[table.name], table.columns or sizes))
+        for table in kind.tables
+        if table.name in evaluation
     ]
 
 
-def _table(per_task: dict[str, list[float]], names: list[str]) -> str:
+def _table(per_task: dict[str, list[float]], names: Sequence[str]) -> str:
     rows = [f"| task | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     # JSON does not keep an order here: tasks by name, and what they come to last
     for task, values in sorted(per_task.items(), key=lambda item: (item[0] == "overall", item[0])):
@@ -148,13 +156,13 @@ def _table(per_task: dict[str, list[float]], names: list[str]) -> str:
     return "\n".join(rows)
 
 
-def measured_by(reports: list[dict[str, Any]], names: list[str], mode: str = "medusa") -> dict[str, str]:
+def measured_by(reports: list[dict[str, Any]], names: list[str], mode: str) -> dict[str, str]:
     """What `hf-specdec bench --json` found about a mode, as a card shows it.
 
     Args:
         reports: such JSON files, read.
         names: what to call each, for instance `"15 nodes"`.
-        mode: `medusa`, or `early_exit` for trained exits.
+        mode: the mode that drafts with these heads.
 
     Raises:
         ValueError: a report has no figures about this mode.
@@ -169,7 +177,7 @@ def measured_by(reports: list[dict[str, Any]], names: list[str], mode: str = "me
     environment, settings = reports[0]["environment"], reports[0]["settings"]
     dtypes = " and ".join(dict.fromkeys(report["environment"]["dtype"] for report in reports))
     about = (
-        f"Mean acceptance length (tokens a forward of the base model, plain decoding is 1.00), and speed relative to "
+        f"Mean acceptance length (tokens per forward of the base model, plain decoding is 1.00), and speed relative to "
         f"plain `generate()`, over {settings['max_new_tokens']} new tokens: {dtypes}, "
         f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, transformers "
         f"{environment['transformers']}."

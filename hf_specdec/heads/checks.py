@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import AdapterError
-from .config import MedusaConfig
-from .module import lm_head_shape
+from .config import HeadConfig
+from .output import lm_head_shape
 
 _PROBES = 64
 # cosine of two probes; a fine-tuned model stays close to its origin, another model is nowhere near
@@ -26,7 +26,7 @@ def base_probe(model: Any) -> list[float] | None:
     return [float(f"{value:.4g}") for value in flat[places].float().tolist()]
 
 
-def check_base(config: MedusaConfig, model: Any) -> None:
+def check_base(config: HeadConfig, model: Any) -> None:
     """Raise `AdapterError` unless heads of these settings fit this model."""
     vocab_size, hidden_size = lm_head_shape(model)
     name, origin = type(model).__name__, config.base_model_name_or_path
@@ -37,9 +37,6 @@ def check_base(config: MedusaConfig, model: Any) -> None:
     ):
         if wanted is not None and wanted != found:
             raise AdapterError(f"These heads are for a {what} of {wanted}; {name} has {found}{of}.")
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if config.exit_layer is not None and config.exit_layer >= layers:
-        raise AdapterError(f"This exit is after layer {config.exit_layer}; {name} has only {layers} layers{of}.")
     if config.draft_vocab_size is not None and config.draft_vocab_size > vocab_size:
         raise AdapterError(
             f"These heads draft from {config.draft_vocab_size} tokens; {name} has only {vocab_size}{of}."
@@ -85,7 +82,7 @@ def check_floating(floating: dict[str, bool], adapter_name: str) -> None:
         )
 
 
-def check_tensors(loaded: dict[str, torch.Tensor], heads: nn.Module, config: MedusaConfig, adapter_name: str) -> None:
+def check_tensors(loaded: dict[str, torch.Tensor], heads: nn.Module, config: HeadConfig, adapter_name: str) -> None:
     """Raise `AdapterError` unless these are the tensors of such heads, by name, shape and value."""
     check_shapes({key: tuple(tensor.shape) for key, tensor in loaded.items()}, heads, adapter_name)
     check_floating({key: tensor.is_floating_point() for key, tensor in loaded.items()}, adapter_name)

@@ -1,42 +1,24 @@
-"""Other projects' heads: read Medusa's checkpoints, write a PEFT adapter, export what vLLM serves.
-
-What the tensors say counts; a `config.json` beside them is only asked for the name of the base model (the one of
-medusa-vicuna-7b-v1.3 speaks of two heads where there are five). Layouts read, `h` a head and `l` a layer:
-
-- v1, `medusa_lm_head.safetensors` or `.pt`: `{h}.{l}.linear.weight|bias` and `{h}.{number of layers}.weight`, the
-  head's own LM head; v2 the same without it: the base model's is shared.
-- Medusa-2: a whole model's safetensors with the same names after `medusa_head.`.
-- vLLM: `blocks.{h}.layers.{l}.weight|bias`, `lm_heads.{h}.weight`, perhaps `token_map`.
-"""
+"""Draft heads between projects: other projects' files become an adapter of ours, and heads are written for others."""
 
 from __future__ import annotations
 
 import json
-import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import AdapterError
-from .config import MedusaConfig
-from .model import CHECKPOINT_PREFIX
-from .module import BoundHeads
+from ..errors import AdapterError, ConfigurationError
+from ..host.peft import checkpoint_prefix
+from .config import HeadConfig
+from .kind import head_kinds, kind_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_NUMBER = r"(0|[1-9]\d{0,3})"
-_BLOCK = re.compile(rf"{_NUMBER}\.{_NUMBER}\.linear\.(weight|bias)")
-_OWN_LM_HEAD = re.compile(rf"{_NUMBER}\.{_NUMBER}\.weight")
-_VLLM_BLOCK = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
-_VLLM_LM_HEAD = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
 
 
-def convert(source: str | Path, output: str | Path, base: str | None = None) -> MedusaConfig:
-    """Turn a folder of Medusa heads (v1, v2, Medusa-2, vLLM) into a PEFT adapter of ours.
+def convert(source: str | Path, output: str | Path, base: str | None = None) -> HeadConfig:
+    """Turn a folder of another project's heads into a PEFT adapter of ours. Kinds say which they read.
 
     Args:
         source: a folder, or a Hub id.
@@ -53,13 +35,14 @@ def convert(source: str | Path, output: str | Path, base: str | None = None) -> 
     if output.exists() and not output.is_dir():
         raise AdapterError(f"{output} is a file; name a folder to write.")
     folder = _local(source)
-    config, tensors = read_heads(folder)
+    config, tensors = _read(folder)
     config.base_model_name_or_path = base or _named_base(folder)
     config.inference_mode = True
     output.mkdir(parents=True, exist_ok=True)
+    prefix = checkpoint_prefix(config.type_name)
     save_file(
         # heads that share a tensor get one each
-        {f"{CHECKPOINT_PREFIX}{name}": tensor.clone().contiguous() for name, tensor in tensors.items()},
+        {f"{prefix}{name}": tensor.clone().contiguous() for name, tensor in tensors.items()},
         output / ADAPTER_WEIGHTS,
         metadata={"format": "pt"},
     )
@@ -67,128 +50,42 @@ def convert(source: str | Path, output: str | Path, base: str | None = None) -> 
     return config
 
 
-def read_heads(folder: Path) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
-    """Settings, and tensors under our names, of the heads in a folder. Raises `AdapterError`."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in _read_tensors(folder).items():
-        ours = _our_name(name)
-        if ours is None:
-            raise AdapterError(f"{folder} holds a tensor {name!r} that belongs to no layout of Medusa heads.")
-        if ours in tensors:
-            raise AdapterError(f"{folder} holds {ours!r} twice.")
-        tensors[ours] = tensor
-    return _described(tensors, folder), tensors
+def formats() -> list[str]:
+    """Names of the formats that heads can be written in, besides PEFT's own."""
+    return list(dict.fromkeys(name for kind in head_kinds() for name in kind.writers))
 
 
-def _our_name(name: str) -> str | None:
-    """What we call a tensor of another layout; None where it is no part of heads."""
-    if block := _BLOCK.fullmatch(name) or _VLLM_BLOCK.fullmatch(name):
-        head, layer, kind = block.groups()
-        return f"heads.{head}.layers.{layer}.linear.{kind}"
-    if own := _OWN_LM_HEAD.fullmatch(name) or _VLLM_LM_HEAD.fullmatch(name):
-        return f"lm_heads.{own.group(1)}.weight"
-    return name if name == "token_map" else None
-
-
-def _described(tensors: dict[str, torch.Tensor], folder: Path) -> MedusaConfig:
-    """The settings that these tensors, under our names, amount to; what they leave out is added."""
-    layers = {tuple(map(int, re.findall(r"\d+", name)[:2])) for name in tensors if name.startswith("heads.")}
-    if not layers:
-        raise AdapterError(f"{folder} holds no Medusa heads.")
-    num_heads, num_layers = len({head for head, _ in layers}), len({layer for _, layer in layers})
-    complete = {(head, layer) for head in range(num_heads) for layer in range(num_layers)}
-    own = {int(name.split(".")[1]) for name in tensors if name.startswith("lm_heads.")}
-    if layers != complete or (own and own != set(range(num_heads))):
-        raise AdapterError(f"{folder} holds {num_heads} heads, and not all of them with {num_layers} layers each.")
-    names = [f"heads.{head}.layers.{layer}.linear" for head, layer in sorted(layers)]
-    without = [name for name in names if f"{name}.weight" not in tensors]
-    if without:
-        raise AdapterError(f"{folder} holds a bias {without[0]}.bias without its weight.")
-    for name, tensor in tensors.items():
-        finite = tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
-        if name == "token_map":
-            finite = tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
-        if not finite or not tensor.numel():
-            raise AdapterError(f"{folder} holds {name!r} that is empty, of the wrong type, or not finite.")
-    first = tensors[f"{names[0]}.weight"]
-    hidden_size = first.shape[-1] if first.dim() == 2 else 0
-    drafted = len(tensors["lm_heads.0.weight"]) if own else None
-    token_map = tensors.get("token_map")
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden_size, hidden_size) for name in names}
-    shapes.update({f"{name}.bias": (hidden_size,) for name in names if f"{name}.bias" in tensors})
-    shapes.update({f"lm_heads.{head}.weight": (drafted or 0, hidden_size) for head in own})
-    if token_map is not None and drafted is not None:
-        shapes["token_map"] = (drafted,)
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise AdapterError(
-                f"The tensors in {folder} do not fit together: {name} is {list(tensors[name].shape)}, not "
-                f"{list(shape)}."
-            )
-    for name in names:
-        tensors.setdefault(f"{name}.bias", torch.zeros(hidden_size, dtype=first.dtype))
-    if token_map is not None:
-        tensors["token_map"] = token_map.long()
-    return MedusaConfig(
-        num_heads=num_heads,
-        num_layers=num_layers,
-        own_lm_head=bool(own),
-        draft_vocab_size=None if token_map is None else len(token_map),
-        hidden_size=hidden_size,
-        vocab_size=drafted if token_map is None else None,
-    )
-
-
-def export_vllm(heads: BoundHeads, output: str | Path, base: str) -> str:
-    """Write the heads in the layout that vLLM loads. Returns the command that serves them.
+def export(heads: Any, to: str, output: str | Path, base: str) -> str:
+    """Write heads in another project's format. Returns what to do with them.
 
     Args:
-        heads: the heads, with their base model (`find_heads`).
-        output: folder to write `config.json` and `model.safetensors` to.
-        base: name of the base model, for the command.
+        heads: the heads with their base model (`find_heads`).
+        to: one of `formats()`.
+        output: folder to write.
+        base: name of the base model.
 
     Raises:
-        AdapterError: vLLM has no sequential heads.
+        AdapterError: heads of this kind cannot be written in it.
+        ConfigurationError: there is no such format.
     """
-    if heads.is_sequential:
-        raise AdapterError(
-            "vLLM's Medusa has no heads that see the tokens drafted before (sequential, Hydra). Train heads with "
-            "head_type='independent' to serve them there."
-        )
-    output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
-    weights, config = heads.heads, heads.config
-    tensors: dict[str, torch.Tensor] = {}
-    blocks: Any
-    for head, blocks in enumerate(weights.heads):
-        for layer, block in enumerate(blocks.layers):
-            for kind in ("weight", "bias"):
-                tensors[f"blocks.{head}.layers.{layer}.{kind}"] = getattr(block.linear, kind)
-        tensors[f"lm_heads.{head}.weight"] = heads.output_weight(head)
-    if heads.token_map is not None:
-        tensors["token_map"] = heads.token_map
-    # lm_heads may be one tensor under several names, which safetensors does not hold
-    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, output / "model.safetensors", metadata={"format": "pt"})
-    drafted = copies["lm_heads.0.weight"].shape[0]
-    settings = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": copies["lm_heads.0.weight"].shape[1],
-        "vocab_size": heads.vocab_size,
-        "truncated_vocab_size": drafted,
-        "num_heads": heads.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": weights.lm_heads is None and weights.output is None,
-        "torch_dtype": str(weights.dtype).removeprefix("torch."),
-    }
-    (output / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    speculative = {"method": "medusa", "model": str(output), "num_speculative_tokens": heads.num_heads}
-    return f"vllm serve {base} --speculative-config '{json.dumps(speculative)}'"
+    if to not in formats():
+        raise ConfigurationError(f"Unknown format {to!r}. Known formats: {', '.join(formats())}.")
+    kind = kind_of(heads.config)
+    if to not in kind.writers:
+        can = [other.name for other in head_kinds() if to in other.writers]
+        raise AdapterError(f"Heads of kind {kind.name!r} cannot be written for {to}; those that can: {', '.join(can)}.")
+    return kind.writers[to](heads, Path(output), base)
 
 
-# ---------------------------------------------------------------- files
+def _read(folder: Path) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
+    """What the first kind that can reads in a folder."""
+    errors = []
+    for reader in dict.fromkeys(kind.reader for kind in head_kinds() if kind.reader is not None):
+        try:
+            return reader.read(folder)
+        except AdapterError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _local(source: str | Path) -> Path:
@@ -199,44 +96,11 @@ def _local(source: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = {pattern for kind in head_kinds() if kind.reader is not None for pattern in kind.reader.files}
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", _MEDUSA_WEIGHTS[1]]))
+        return Path(snapshot_download(str(source), allow_patterns=sorted(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise AdapterError(f"{source} is neither a folder nor a model that can be had from the Hub: {error}") from error
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    for name in _MEDUSA_WEIGHTS:
-        if (folder / name).is_file():
-            return _stripped(_load(folder / name))
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(_load(file, only=re.compile(r"medusa_heads?\.|blocks\.\d|lm_heads\.\d|token_map$")))
-    if not found:
-        raise AdapterError(
-            f"{folder} holds no Medusa heads: neither {' nor '.join(_MEDUSA_WEIGHTS)}, nor a safetensors file with "
-            "heads."
-        )
-    return _stripped(found)
-
-
-def _load(file: Path, only: re.Pattern[str] | None = None) -> dict[str, torch.Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as opened:
-                return {key: opened.get_tensor(key) for key in list(opened.keys()) if only is None or only.match(key)}
-        loaded: Any = torch.load(file, map_location="cpu", weights_only=True)  # never run what a pickle holds
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise AdapterError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in loaded.items()
-    ):
-        raise AdapterError(f"{file} is no dictionary of named tensors.")
-    return loaded
-
-
-def _stripped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
 
 
 def _named_base(folder: Path) -> str | None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..host.modules import shell
+from ..host.modules import as_type, children, runs_otherwise, with_children
 
 # numbers of rows that are tried from the left; others are filled up to one of them with zeros
 _QUICK = (2, 4, 5, 6, 8, 16)
@@ -82,7 +82,7 @@ class Linear(nn.Linear):
 
 
 def quick_on_few_rows(model: Any) -> Any:
-    """The model with such layers in place of its own: shells are copied, weights and all else are shared.
+    """The model with such layers in place of its own: modules around them are copied, weights and all else are shared.
 
     The model itself where there is nothing to gain: on other devices, in other dtypes. Modules whose `forward` was put
     on the object (accelerate's hooks) and compiled ones stay as they are.
@@ -94,15 +94,10 @@ def quick_on_few_rows(model: Any) -> Any:
 
 def _quick(module: nn.Module) -> nn.Module | None:
     """A copy with quick layers, None where there are none inside."""
-    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+    if runs_otherwise(module):
         return None
     if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # others may know no product from the left
-        copy = object.__new__(Linear)
-        copy.__dict__.update(module.__dict__)
-        return copy
-    inside = {name: _quick(child) for name, child in module._modules.items() if child is not None}
-    if not any(child is not None for child in inside.values()):
-        return None
-    copy = shell(module)
-    copy.__dict__["_modules"].update({name: child for name, child in inside.items() if child is not None})
-    return copy
+        return as_type(module, Linear)
+    inside = {name: _quick(inner) for name, inner in children(module).items()}
+    quick = {name: inner for name, inner in inside.items() if inner is not None}
+    return with_children(module, quick) if quick else None

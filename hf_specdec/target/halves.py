@@ -1,17 +1,16 @@
 """A model in two halves: the layers below an exit, and those above it.
 
-The halves share the model's own modules; the model itself is not changed. (Only `watch`, which looks at what leaves its
-layers in one forward, hooks them, for as long as that forward lasts.) Each half is a copy of the
-shells around the list of layers (the model object, its decoder) whose list ends at the exit, or starts with stand-ins
-that hand on the hidden state at the exit. Embeddings, masks and positions are made by the model's own code, so a half
-needs no knowledge of the architecture; `structure.halves_agree` compares the two halves with the whole.
+The halves share the model's own modules; the model itself is not changed. Each half is a copy of the modules around the
+list of layers (the model object, its decoder) whose list ends at the exit, or starts with stand-ins that hand on the
+hidden state at the exit. Embeddings, masks and positions are made by the model's own code, so a half needs no knowledge
+of the architecture; `selftest.halves_agree` compares the two halves with the whole.
 
 Reference: LayerSkip (arXiv:2404.16710), which reuses keys and hidden states of the early layers in verification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -21,8 +20,12 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..host.modules import shell
+from ..host.models import text_config
+from ..host.modules import watching_hook
+from ..memory import remembered
+from ..sampling import forked_generators
 from .few_rows import quick_on_few_rows
+from .layers import find_layers, with_layers
 
 
 @dataclass
@@ -101,13 +104,13 @@ class Halves:
         self._handover = Handover()
         lower = [*layers[: exit_layer - 1], _Tap(layers[exit_layer - 1], self._handover)]
         # first E layers, final norm and LM head
-        self.below = _with_layers(model, path, lower)
+        self.below = with_layers(model, path, lower)
         # the same without the LM head, for nodes whose scores nobody reads
         self.below_headless = self.below.base_model
         upper = [_Inject(layer, self._handover) for layer in layers[:exit_layer]]
         # the layers from E on, final norm and LM head, on hidden states that are `given`
-        self.above = quick_on_few_rows(_with_layers(model, path, [*upper, *layers[exit_layer:]]))
-        config = model.config.get_text_config(decoder=True)
+        self.above = quick_on_few_rows(with_layers(model, path, [*upper, *layers[exit_layer:]]))
+        config = text_config(model)
         self.quiet = {
             name: False for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)
         }
@@ -133,76 +136,33 @@ class Halves:
             self._handover.hidden = None
 
 
-def find_layers(model: Any) -> tuple[tuple[str, ...], Sequence[nn.Module]]:
-    """Where the model's list of layers is, and its layers.
+@torch.no_grad()
+def layer_tuple_length(model: Any) -> int | None:
+    """Length of the tuple that a layer of this model returns; None where it returns the hidden state itself."""
 
-    Raises:
-        UnsupportedModelError: there is no such list, or more than one.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    depth = min((name.count(".") for name, _ in found), default=0)
-    outermost = [(name, module) for name, module in found if name.count(".") == depth]
-    if len(outermost) != 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {'no list' if not found else 'several lists'} of {count} layers, so its "
-            "layers cannot be run in two halves. Use another speculative_mode."
-        )
-    name, layers = outermost[0]
-    return tuple(name.split(".")), list(layers)
+    def find() -> int | None:
+        _, layers = find_layers(model)
+        handover = Handover()
+        thread = get_ident()
 
-
-@contextmanager
-def watch(
-    model: Any, exits: Sequence[int], positions: Sequence[int] | None, seen: dict[int, Handover]
-) -> Iterator[None]:
-    """Put into `seen` what leaves the layers below these exits in this thread's forward inside.
-
-    At these (negative) positions, or at all. An exit above the last layer is the model's own. Hooks are there for as
-    long as the context lasts.
-    """
-    _, layers = find_layers(model)
-    seen.clear()
-    thread = get_ident()
-    hooks = []
-    try:
-        for exit_layer in exits:
-
-            def keep(module: nn.Module, args: Any, output: Any, exit_layer: int = exit_layer) -> None:
-                if get_ident() != thread:  # other threads may be generating with the same model
-                    return
-                seen[exit_layer] = handover = Handover()
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if get_ident() == thread:  # other threads may be using the model
                 handover.take(output)
-                assert handover.hidden is not None
-                if positions is not None:
-                    handover.hidden = handover.hidden[:, [at for at in positions if -at <= handover.hidden.shape[1]]]
 
-            hooks.append(layers[exit_layer - 1].register_forward_hook(keep))
-        yield
-    finally:
-        for hook in hooks:
+        hook = watching_hook(layers[0], keep)
+        try:
+            with forked_generators(model.device):
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        finally:
             hook.remove()
+        return handover.tuple_length
+
+    return remembered(model, "layer tuple", type(model).__qualname__, find)
 
 
-def head_logits(model: Any, handover: Handover) -> torch.Tensor:
+def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The model's final norm and LM head on hidden states between layers: `[k, m, d]` to logits `[k, m, V]`."""
-    assert handover.hidden is not None
     path, layers = find_layers(model)
-    head = _with_layers(model, path, [_Inject(layers[0], handover)])
-    ids = torch.zeros(handover.hidden.shape[:2], dtype=torch.long, device=handover.hidden.device)
+    head = with_layers(model, path, [_Inject(layers[0], Handover(hidden, layer_tuple_length(model)))])
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     return head(input_ids=ids, use_cache=False, return_dict=True).logits
-
-
-def _with_layers(model: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
-    """The model with other layers: its shells are copied, everything else is shared."""
-    outer = at = shell(model)
-    for name in path[:-1]:
-        inner = shell(at._modules[name])
-        at._modules[name] = inner
-        at = inner
-    at._modules[path[-1]] = nn.ModuleList(layers)
-    return outer

@@ -1,48 +1,113 @@
-"""The target's last hidden states, as its LM head gets them, without asking the model for all of its states."""
+"""Hidden states of a model, seen by hooks for as long as a forward lasts, without asking the model for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ..draft import LAST_HIDDEN
 from ..errors import UnsupportedModelError
-
-
-@dataclass
-class LastHidden:
-    """What the LM head was given in the forward inside `watch_head`."""
-
-    # [B, n, d], n positions of those that were scored
-    hidden: torch.Tensor | None = None
+from ..host.models import text_config
+from ..host.modules import watching_hook
+from ..memory import remembered, state_of
+from ..sampling import forked_generators
+from .layers import find_layers
 
 
 @contextmanager
-def watch_head(model: Any) -> Iterator[LastHidden]:
-    """Keep what this thread's forward inside gives to the model's LM head.
+def watch(
+    model: Any, layers: Sequence[int], positions: Sequence[int] | None = None
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Keep the hidden states of these layers in this thread's forward inside.
 
-    The hook is there for as long as the context lasts.
+    Args:
+        model: the model.
+        layers: as `HiddenRequest` counts them.
+        positions: kept of each forward, counted from its end; None keeps all.
+
+    Yields:
+        a dictionary that holds, after the forward, `[B, n, d]` by layer.
 
     Raises:
-        UnsupportedModelError: the model has no LM head, or the forward did not call it as a module.
+        UnsupportedModelError: the model has no such layer, or the forward did not call it as a module.
     """
-    output, seen, thread = model.get_output_embeddings(), LastHidden(), get_ident()
-    name = type(model).__name__
-    if not isinstance(output, torch.nn.Module):
-        raise UnsupportedModelError(f"{name} has no LM head, so nothing can draft from what it is given.")
-
-    def keep(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if get_ident() == thread:  # other threads may be generating with the same model
-            seen.hidden = args[0].detach()
-
-    hook = output.register_forward_pre_hook(keep)
+    seen: dict[int, torch.Tensor] = {}
+    hooks: list[RemovableHandle] = []
     try:
+        for layer in layers:
+            hooks.append(_watch_layer(model, layer, positions, seen))
         yield seen
     finally:
-        hook.remove()
-    if seen.hidden is None or seen.hidden.dim() != 3:
-        raise UnsupportedModelError(f"{name} does not call its LM head, so nothing can draft from what it is given.")
+        for hook in hooks:
+            hook.remove()
+    for layer in layers:
+        if layer not in seen or seen[layer].dim() != 3:
+            name = "LM head" if layer == LAST_HIDDEN else f"layer {layer}"
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not call its {name} as a module on one hidden state per token, so "
+                "nothing can draft from it. Use another speculative_mode."
+            )
+
+
+def _watch_layer(
+    model: Any, layer: int, positions: Sequence[int] | None, seen: dict[int, torch.Tensor]
+) -> RemovableHandle:
+    thread = get_ident()
+
+    def keep(state: Any) -> None:
+        if get_ident() != thread or not isinstance(state, torch.Tensor):  # other threads may be using the model
+            return
+        state = state.detach()
+        if positions is not None and state.dim() == 3:
+            state = state[:, [at for at in positions if -at <= state.shape[1]]]
+        seen[layer] = state
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        # (another thread may call a hook that is just being put on without its keywords)
+        keep(args[0] if args else next(iter((kwargs or {}).values()), None))
+
+    def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+        keep(output[0] if isinstance(output, tuple) else output)
+
+    if layer == LAST_HIDDEN:
+        output = model.get_output_embeddings()
+        if not isinstance(output, nn.Module):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no LM head, so nothing can draft from what it is given. Use another "
+                "speculative_mode."
+            )
+        return watching_hook(output, keep_input, before=True)
+    _, modules = find_layers(model)
+    if not 0 <= layer <= len(modules):
+        raise UnsupportedModelError(f"{type(model).__name__} has {len(modules)} layers, so no hidden state {layer}.")
+    if layer == 0:
+        return watching_hook(modules[0], keep_input, before=True)
+    return watching_hook(modules[layer - 1], keep_output)
+
+
+def check_hidden(model: Any, layers: Sequence[int]) -> None:
+    """Raise `UnsupportedModelError` unless these hidden states can be read. Tested once per model and state.
+
+    Args:
+        model: the model.
+        layers: as `HiddenRequest` counts them.
+    """
+
+    @torch.no_grad()
+    def find() -> bool:
+        ids = torch.full((1, 2), text_config(model).vocab_size // 3, device=model.device)
+        with forked_generators(model.device), watch(model, layers) as seen:
+            shape = model(input_ids=ids, use_cache=False).logits.shape[:2]
+        return all(state.shape[:2] == shape for state in seen.values())
+
+    if layers and not remembered(model, "hidden", (*layers, state_of(model)), find):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives its layers or its LM head something else than a hidden state per token. Use "
+            "another speculative_mode."
+        )

@@ -1,4 +1,4 @@
-"""Commit and roll back: the only file that touches the layers of a transformers cache.
+"""Commit and rollback: the only file that touches the layers of a transformers KV cache.
 
 After a forward over a block of n nodes the cache holds n new slots for every row. `commit` keeps the slots of each
 row's accepted path, in order, and drops the rest. Rows that keep fewer than the longest leave a hole, or are shifted
@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import UnsupportedCacheError
-from ..host.names import DummyLayer, LinearAttentionLayer, RecordingWindowLayer
+from ..host.caches import DummyLayer, LinearAttentionLayer, RecordingWindowLayer
 
 # Layers whose slots this file knows how to move. Subclasses may keep more state, so they do not count.
 _MOVABLE = (
@@ -84,7 +84,7 @@ def record_past(cache: Cache, on: bool) -> None:
     """Let sliding windows keep what a rollback needs until the next commit, or stop doing so."""
     for layer in cache.layers:
         if type(layer) in (DynamicSlidingWindowLayer, RecordingWindowLayer):
-            # the same layer, by a class that may record over several forwards (see `compat`)
+            # the same layer, by a class that may record over several forwards (see `host.caches`)
             layer.__class__ = RecordingWindowLayer if on else DynamicSlidingWindowLayer
         if hasattr(layer, "record_past"):
             layer.record_past = on

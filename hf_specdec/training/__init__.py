@@ -1,19 +1,17 @@
 """Training draft heads by self-distillation, and evaluating them."""
 
 from .data import DataSettings
-from .evaluate import Evaluation, ExitEvaluation, evaluate_exit, evaluate_heads
-from .prompts import read_prompts
+from .evaluate import Evaluation, evaluate_heads
+from .prompts import read_chats
 from .settings import TrainingReport, TrainingSettings
 from .train import train_heads
 
 __all__ = [
     "DataSettings",
     "Evaluation",
-    "ExitEvaluation",
     "TrainingReport",
     "TrainingSettings",
-    "evaluate_exit",
     "evaluate_heads",
-    "read_prompts",
+    "read_chats",
     "train_heads",
 ]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..draft import Budget, Context, Draft
+from ..context import Context
+from ..draft import Budget, Draft
 from ..drafter import Drafter
 from ..errors import TrainingDataError
-from .data import PER_TOKEN, Answers, DataSettings, answer, joined, say
+from ..heads.answers import PER_TOKEN, Answers
+from ..heads.files import write_whole, written_whole
+from .data import DataSettings, answer, joined, say
 from .prompts import encode, opening
 
 _MANIFEST = "manifest.json"
@@ -200,6 +201,54 @@ def _shards(name: str, prompts: list[list[int]], settings: DataSettings, turn: i
         )
 
 
+def make_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    folder: Path,
+    data_settings: DataSettings,
+    max_positions: int | None = None,
+    progress: bool = True,
+) -> Answers:
+    """The model's answers to the prompts, from the cache as far as they are there. Processes share the work.
+
+    Args:
+        model: the base model.
+        tokenizer: its tokenizer.
+        prompts: token ids of the prompts.
+        folder: of the cache.
+        data_settings: how answers are made.
+        max_positions: most tokens to answer; None answers all prompts.
+        progress: whether to show progress bars.
+
+    Raises:
+        TrainingDataError: see `AnswerCache`.
+    """
+    from accelerate import PartialState
+    from tqdm.auto import tqdm
+
+    state = PartialState()
+    if state.is_main_process:
+        AnswerCache(folder, model, tokenizer, prompts, data_settings)  # writes the manifest once
+    state.wait_for_everyone()
+    cache = AnswerCache(folder, model, tokenizer, prompts, data_settings)
+    quiet, share = not progress or not state.is_main_process, slice(state.process_index, None, state.num_processes)
+    for batch in tqdm(range(len(cache.batches_to_ask()))[share], desc="own prompts", unit="batch", disable=quiet):
+        cache.ask(batch)
+    state.wait_for_everyone()
+    mine = cache.shards()[share]
+    tokens, most = 0, max_positions
+    with tqdm(total=len(mine), desc="answers", unit="batch", disable=quiet) as bar:
+        for shard in mine:
+            if most is not None and tokens * state.num_processes >= most:
+                break
+            tokens += cache.make(shard)
+            bar.update()
+            bar.set_postfix(tokens=tokens)
+    state.wait_for_everyone()
+    return cache.read(most)
+
+
 def prompts_digest(prompts: list[list[int]]) -> str:
     """Tells prompts from others."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
@@ -216,20 +265,3 @@ def weights_digest(model: Any) -> str:
             places = torch.arange(_VALUES, device=flat.device) * (flat.numel() - 1) // (_VALUES - 1)
             found.update(str(flat[places].float().tolist()).encode())
     return found.hexdigest()
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A file to write instead of `path`, which is there whole afterwards or not at all, whoever else writes it."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a text file as `written_whole` does."""
-    with written_whole(path) as temporary:
-        temporary.write_text(content, encoding="utf-8")

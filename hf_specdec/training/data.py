@@ -7,19 +7,20 @@ second pass.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from ..draft import Budget, Context, Draft, Scores, Verdict
+from ..context import Context
+from ..draft import LAST_HIDDEN, Budget, Draft, HiddenRequest, Scores, Verdict
 from ..drafter import Drafter
-from ..errors import ConfigurationError, TrainingDataError
-from ..heads.module import lm_head_shape
+from ..errors import ConfigurationError
+from ..heads.answers import PER_TOKEN, Answers
+from ..heads.output import lm_head_shape
+from ..target.cached_model import CachedModel
 
 
 @dataclass(frozen=True)
@@ -75,46 +76,6 @@ class Answer:
     label_probabilities: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Many answers, one after the other: N tokens in A answers."""
-
-    # [N], [N, d], [N, K], [N, K]: see `Answer`
-    tokens: torch.Tensor
-    hidden: torch.Tensor
-    label_tokens: torch.Tensor
-    label_probabilities: torch.Tensor
-    # [A]: tokens of every answer
-    lengths: torch.Tensor
-    # per answer, the token ids of its prompt
-    prompts: list[list[int]]
-    # what it took to make them
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if len(self.prompts) != len(self.lengths) or len(self.tokens) != int(self.lengths.sum()):
-            raise TrainingDataError(
-                f"{len(self.tokens)} tokens, {len(self.lengths)} answers and {len(self.prompts)} prompts do not match."
-            )
-
-    def split(self, part: float) -> tuple[Answers, Answers]:
-        """(training, held-out) answers; all answers to a prompt fall on the same side, in every run."""
-        digests = [hashlib.sha256(json.dumps(prompt).encode()).digest()[:4] for prompt in self.prompts]
-        held_out = torch.tensor([int.from_bytes(digest, "big") < part * 2**32 for digest in digests])
-        return self._pick(~held_out), self._pick(held_out)
-
-    def _pick(self, which: torch.Tensor) -> Answers:
-        positions = which.repeat_interleave(self.lengths.long())
-        return Answers(
-            **{name: getattr(self, name)[positions] for name in PER_TOKEN},
-            lengths=self.lengths[which],
-            prompts=[prompt for prompt, picked in zip(self.prompts, which.tolist(), strict=True) if picked],
-        )
-
-
-PER_TOKEN = ("tokens", "hidden", "label_tokens", "label_probabilities")
-
-
 def joined(answers: Sequence[Answer], prompts: list[list[int]]) -> Answers:
     """These answers to these prompts, one after the other."""
     tensors: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in answers]) for name in PER_TOKEN}
@@ -137,7 +98,7 @@ class Recorder(Drafter):
         top_k_labels: K, tokens kept of each of its distributions.
     """
 
-    needs_hidden: ClassVar[bool] = True
+    hidden = HiddenRequest(layers=(LAST_HIDDEN,))
 
     def __init__(self, model: Any, top_k_labels: int) -> None:
         self.model, self.top_k_labels = model, min(top_k_labels, lm_head_shape(model)[0])
@@ -150,18 +111,18 @@ class Recorder(Drafter):
         self._texts, self._prompt_lengths = context.tokens, context.prompt_lengths
 
     @torch.no_grad()
+    def attach(self, target: CachedModel, prompt: Scores) -> None:
+        self._keep(range(len(self._rows)), prompt.hidden[LAST_HIDDEN][:, -1], prompt.logits[:, -1])
+
     def propose(self, context: Context, budget: Budget) -> Draft:
-        if context.hidden is not None and not self._rows[0].hidden:  # what the prompts' forward gave
-            logits = self.model.get_output_embeddings()(context.hidden)
-            self._keep(range(len(self._rows)), context.hidden, logits)
         self._texts = context.tokens
         return Draft.empty(context.roots)
 
     @torch.no_grad()
     def observe(self, context: Context, draft: Draft, scores: Scores, verdict: Verdict) -> None:
-        assert scores.hidden is not None
+        hidden = scores.hidden[LAST_HIDDEN]
         index = [place for place, row in enumerate(scores.rows) if verdict.committed[row]]
-        self._keep([scores.rows[place] for place in index], scores.hidden[index, 0], scores.logits[index, 0])
+        self._keep([scores.rows[place] for place in index], hidden[index, 0], scores.logits[index, 0])
         self._texts = context.tokens
 
     def _keep(self, rows: Sequence[int], hidden: torch.Tensor, logits: torch.Tensor) -> None:
@@ -173,17 +134,18 @@ class Recorder(Drafter):
             self._rows[row].label_probabilities.append(probabilities)
 
     def answers(self) -> list[Answer]:
-        """What was kept of the last call, per row."""
+        """What was kept of the last call, per row. Of a call that ends with its first token nothing is."""
         width, labels = lm_head_shape(self.model)[1], self.top_k_labels
-        return [
-            Answer(
-                tokens=torch.tensor(text[length:], dtype=torch.int32)[: len(row.hidden)],
-                hidden=torch.stack([*row.hidden, torch.empty(width, dtype=torch.bfloat16)])[:-1],
-                label_tokens=torch.stack([*row.label_tokens, torch.empty(labels, dtype=torch.int32)])[:-1],
-                label_probabilities=torch.stack([*row.label_probabilities, torch.empty(labels, dtype=torch.half)])[:-1],
-            )
-            for row, text, length in zip(self._rows, self._texts, self._prompt_lengths, strict=True)
-        ]
+        found = []
+        for row, text, length in zip(self._rows, self._texts, self._prompt_lengths, strict=True):
+            count = min(len(row.hidden), len(text) - length)
+            # (an empty list cannot be stacked)
+            hidden = torch.stack([*row.hidden, torch.empty(width, dtype=torch.bfloat16)])
+            tokens = torch.stack([*row.label_tokens, torch.empty(labels, dtype=torch.int32)])
+            probabilities = torch.stack([*row.label_probabilities, torch.empty(labels, dtype=torch.half)])
+            said = torch.tensor(text[length:], dtype=torch.int32)
+            found.append(Answer(said[:count], hidden[:count], tokens[:count], probabilities[:count]))
+        return found
 
 
 def answer(

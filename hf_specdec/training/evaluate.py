@@ -1,4 +1,4 @@
-"""What heads foresee of texts that they were not trained on, without decoding again for every size of tree.
+"""What heads predict of texts that they were not trained on, without decoding again for every size of tree.
 
 The base model answers the prompts once, greedily; accuracy and acceptance are then counted along its answers. Lossless
 decoding commits these very tokens, so the acceptance is the one that `generate` would meet with trees of a fixed size.
@@ -6,68 +6,60 @@ decoding commits these very tokens, so the acceptance is the one that `generate`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 
-from ..config import MedusaModeConfig
-from ..draft import Budget, Context
-from ..drafters.medusa import MedusaDrafter
-from ..errors import ConfigurationError, TrainingDataError
-from ..heads.exit import BoundExit
-from ..heads.model import find_exit, find_heads
-from ..heads.module import BoundHeads
+from ..config import make_config
+from ..context import Context
+from ..draft import LAST_HIDDEN, Budget, Draft, Scores, Verdict
+from ..drafter import Drafter
+from ..errors import ConfigurationError
+from ..heads.answers import Answers
+from ..heads.finding import find_heads
+from ..heads.kind import HeadKind, Table, kind_of
 from ..measure.bench import Prompt, read_prompts
 from ..measure.report import OVERALL
+from ..modes import Request, get_mode
 from ..sampling import Selection
-from ..target.halves import Halves, Handover, head_logits
-from .data import Answers, DataSettings, answer, joined
-from .losses import accuracy, distillation_loss, rank_of
-from .medusa import HeadsInTraining, Positions
+from .data import DataSettings, answer, joined
 from .prompts import encode
-from .settings import TrainingSettings
 
+# sizes of trees that are tried unless others are asked for, the root not counted
 NODES = (2, 7, 15, 31, 63)
-_POSITIONS = 1024
 
 
 @dataclass(frozen=True)
-class _Counted:
+class Evaluation:
+    """What was counted of heads; part of an adapter's provenance."""
+
     data: str
     prompts: int
     positions: int
     max_new_tokens: int
-    # of every head, or of the exit alone: {"loss": ..., "top1": ..., "top10": ...}
+    # of every head: {"loss": ..., "top1": ..., "top10": ...}
     heads: list[dict[str, float]]
+    # drafted nodes of the trees that were tried; none where the kind has no table of them
+    nodes: list[int]
+    # name of a `heads.kind.Table` -> task -> a value per column: a ratio, or, per size of tree, the mean acceptance
+    # length (tokens per forward of the base model)
+    tables: dict[str, dict[str, list[float]]]
 
     def to_dict(self) -> dict[str, Any]:
         """As it is saved."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Evaluation(_Counted):
-    """What was counted of heads; part of an adapter's provenance."""
-
-    # drafted nodes of the trees that were tried
-    nodes: list[int]
-    # task -> mean acceptance length with each of them: tokens a forward of the base model
-    acceptance: dict[str, list[float]]
-    # the same where what the text said before shares the trees, as it does in mode `medusa`
-    acceptance_with_lookup: dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class ExitEvaluation(_Counted):
-    """What was counted of a trained exit; part of an adapter's provenance."""
-
-    # task -> part of the tokens that the exit foresees, a draft's first one: [with the model's own norm and LM head,
-    # trained]
-    first_token: dict[str, list[float]]
+        return {
+            "data": self.data,
+            "prompts": self.prompts,
+            "positions": self.positions,
+            "max_new_tokens": self.max_new_tokens,
+            "heads": self.heads,
+            **({"nodes": self.nodes} if self.nodes else {}),
+            **self.tables,
+        }
 
 
 def evaluate_heads(
@@ -75,13 +67,13 @@ def evaluate_heads(
     tokenizer: Any,
     data: Path,
     adapter: str | None = None,
-    nodes: Sequence[int] = NODES,
+    nodes: Sequence[int] | None = None,
     max_new_tokens: int = 128,
     per_task: int | None = None,
     batch_size: int = 10,
     progress: bool = True,
 ) -> Evaluation:
-    """Count how far heads foresee a model's greedy answers.
+    """Count how well heads predict a model's greedy answers.
 
     Main arguments:
         model: the base model with the heads loaded.
@@ -90,8 +82,9 @@ def evaluate_heads(
 
     Other arguments:
         adapter: name of the heads; None takes the active ones.
-        nodes: sizes of trees to try, the root not counted.
-        max_new_tokens: most tokens of an answer.
+        nodes: sizes of trees to try, the root not counted; None takes `NODES`. Only for heads that draft trees from the
+            last hidden state.
+        max_new_tokens: most tokens of an answer, at least 3.
         per_task: most prompts of a task; None takes all.
         batch_size: prompts answered at once.
         progress: whether to show progress bars.
@@ -101,134 +94,34 @@ def evaluate_heads(
         ConfigurationError: the prompts cannot be read, or a setting is out of range.
         TrainingDataError: the answers are too short to count anything on.
     """
-    if not nodes or min(nodes) < 1 or max_new_tokens < 3 or batch_size < 1:
+    if (nodes is not None and (not nodes or min(nodes) < 1)) or max_new_tokens < 3 or batch_size < 1:
         raise ConfigurationError("nodes and batch_size must be at least 1, and max_new_tokens at least 3.")
     heads = find_heads(model, adapter)
-    prompts, answers = _asked(model, tokenizer, data, max_new_tokens, per_task, batch_size, progress)
-    longest = int(answers.lengths.max())
-    if longest <= heads.num_heads:
-        raise TrainingDataError(
-            f"The longest answer has {longest} tokens, too few for {heads.num_heads} heads to foresee. Make longer "
-            "answers, or ask other prompts."
+    kind = kind_of(heads.config)
+    replayed = [table for table in kind.tables if table.columns is None]
+    if nodes is not None and not replayed:
+        raise ConfigurationError(
+            f"nodes are of trees, and acceptance with trees cannot be counted for heads of kind {kind.name!r}. Leave "
+            "them out."
         )
-
-    def acceptance(prompt_lookup: bool) -> dict[str, list[float]]:
-        return _per_task(prompts, [acceptance_along(heads, answers, size, prompt_lookup) for size in nodes])
-
+    sizes = list(nodes or NODES) if replayed else []
+    prompts = read_prompts(data, per_task)
+    chats = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
+    answers = _answered(model, encode(tokenizer, chats), max_new_tokens, batch_size, progress)
+    accuracy = kind.accuracy(heads, answers, progress)
+    counts = {
+        **accuracy.counts,
+        **{table.name: _acceptance(model, kind, table, adapter, answers, sizes) for table in replayed},
+    }
     return Evaluation(
         data=data.name,
         prompts=len(prompts),
         positions=len(answers.tokens),
         max_new_tokens=max_new_tokens,
-        heads=accuracy_along(heads, answers),
-        nodes=list(nodes),
-        acceptance=acceptance(prompt_lookup=False),
-        acceptance_with_lookup=acceptance(prompt_lookup=True),
+        heads=[{name: round(value, 4) for name, value in head.items()} for head in accuracy.heads],
+        nodes=sizes,
+        tables={table.name: _per_task(prompts, counts[table.name]) for table in kind.tables},
     )
-
-
-def evaluate_exit(
-    model: Any,
-    tokenizer: Any,
-    data: Path,
-    adapter: str | None = None,
-    max_new_tokens: int = 128,
-    per_task: int | None = None,
-    batch_size: int = 10,
-    progress: bool = True,
-) -> ExitEvaluation:
-    """Count how often a trained exit foresees a model's greedy answers, and how often its layer does untrained.
-
-    Main arguments:
-        model: the base model with the exit loaded.
-        tokenizer: its tokenizer.
-        data: JSON Lines of prompts, with their `task` perhaps (`bench.read_prompts`).
-
-    Other arguments:
-        adapter: name of the exit; None takes the active one.
-        max_new_tokens: most tokens of an answer.
-        per_task: most prompts of a task; None takes all.
-        batch_size: prompts answered at once.
-        progress: whether to show progress bars.
-
-    Raises:
-        AdapterError: the model has no trained exit.
-        ConfigurationError: the prompts cannot be read, or a setting is out of range.
-    """
-    if max_new_tokens < 3 or batch_size < 1:
-        raise ConfigurationError("batch_size must be at least 1, and max_new_tokens at least 3.")
-    exit_ = find_exit(model, adapter)
-    prompts, answers = _asked(model, tokenizer, data, max_new_tokens, per_task, batch_size, progress)
-    untrained, ranks, losses = zip(*_exit_along(exit_, answers, progress), strict=True)
-    hits = [
-        [(int(hit.sum()), len(hit)) for hit in found] for found in (untrained, [(rank == 0)[:, 0] for rank in ranks])
-    ]
-    return ExitEvaluation(
-        data=data.name,
-        prompts=len(prompts),
-        positions=len(answers.tokens),
-        max_new_tokens=max_new_tokens,
-        heads=_rounded(accuracy(torch.cat(ranks), torch.cat(losses))),
-        first_token=_per_task(prompts, hits),
-    )
-
-
-@torch.no_grad()
-def _exit_along(
-    exit_: BoundExit, answers: Answers, progress: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of every answer of T tokens: where its exit would be right untrained `[T]`; ranks and losses `[T, 1]`."""
-    from tqdm.auto import tqdm
-
-    model, output_of, lengths = exit_.model, exit_.outputs(), answers.lengths.tolist()
-    device, halves = model.device, Halves(model, exit_.exit_layer)
-    parts = (answers.tokens.long(), answers.label_tokens.long(), answers.label_probabilities)
-    rows = list(zip(answers.prompts, *(part.split(lengths) for part in parts), strict=True))
-    for prompt, tokens, labels, probabilities in tqdm(rows, desc="texts", disable=not progress):
-        if not len(tokens):
-            yield torch.zeros(0, dtype=torch.bool), torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1)
-            continue
-        ids, said = torch.tensor([[*prompt, *tokens[:-1].tolist()]], device=device), slice(-len(tokens), None)
-        with halves.taken() as taken:
-            halves.below_headless(input_ids=ids, use_cache=False, **halves.quiet, return_dict=True)
-        assert taken.hidden is not None
-        untrained = head_logits(model, Handover(taken.hidden[:, said], taken.tuple_length))[0].argmax(-1).cpu()
-        states = exit_.states(taken.hidden, torch.ones_like(ids, dtype=torch.bool))[0, said]
-        logits = exit_.shared_logits(states).cpu()
-        ranks = rank_of(logits, output_of[tokens], torch.ones(len(tokens), dtype=torch.bool))
-        losses = distillation_loss(logits, output_of[labels], probabilities)
-        yield untrained == tokens, ranks[:, None], losses[:, None]
-
-
-def _asked(
-    model: Any,
-    tokenizer: Any,
-    data: Path,
-    max_new_tokens: int,
-    per_task: int | None,
-    batch_size: int,
-    progress: bool,
-) -> tuple[list[Prompt], Answers]:
-    """Prompts from a file, and the model's greedy answers."""
-    prompts = read_prompts(data, per_task)
-    chats = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
-    return prompts, _answered(model, encode(tokenizer, chats), max_new_tokens, batch_size, progress)
-
-
-def _per_task(prompts: Sequence[Prompt], counted: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[float]]:
-    """Ratios of sums, per task and overall, in the tasks' order; one ratio for each of the counts of all prompts."""
-    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
-    found: dict[str, list[float]] = {task: [] for task in (tasks if len(tasks) == 1 else [*tasks, OVERALL])}
-    for counts in counted:
-        for task, ratios in found.items():
-            of_task = [count for count, prompt in zip(counts, prompts, strict=True) if task in (prompt.task, OVERALL)]
-            above, below = (sum(part) for part in zip(*of_task, strict=True))
-            ratios.append(round(above / below, 3) if below else 1.0)
-    return found
-
-
-def _rounded(found: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: round(value, 4) for name, value in head.items()} for head in found]
 
 
 def _answered(model: Any, prompts: list[list[int]], max_new_tokens: int, batch_size: int, progress: bool) -> Answers:
@@ -244,60 +137,113 @@ def _answered(model: Any, prompts: list[list[int]], max_new_tokens: int, batch_s
     return joined([said[index] for index in range(len(prompts))], prompts)
 
 
+def _per_task(prompts: Sequence[Prompt], counted: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[float]]:
+    """Ratios of sums, per task and overall, in the tasks' order; one ratio for each of the counts of all prompts."""
+    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
+    found: dict[str, list[float]] = {task: [] for task in (tasks if len(tasks) == 1 else [*tasks, OVERALL])}
+    for counts in counted:
+        for task, ratios in found.items():
+            of_task = [count for count, prompt in zip(counts, prompts, strict=True) if task in (prompt.task, OVERALL)]
+            above, below = (sum(part) for part in zip(*of_task, strict=True))
+            ratios.append(round(above / below, 3) if below else 1.0)
+    return found
+
+
+# ---------------------------------------------------------------- acceptance along answers
+
+
+def _acceptance(
+    model: Any, kind: HeadKind, table: Table, adapter: str | None, answers: Answers, sizes: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Per size of tree, (tokens, rounds) of every answer, as the kind's mode would decode it."""
+    mode = get_mode(kind.mode)
+    config = make_config(mode.config, {**table.settings, "adapter": adapter}, mode.name)
+    return [acceptance_along(model, mode.build(Request(model), config), answers, size) for size in sizes]
+
+
 @torch.no_grad()
-def acceptance_along(
-    heads: BoundHeads, answers: Answers, nodes: int, prompt_lookup: bool = False
-) -> list[tuple[int, int]]:
+def acceptance_along(model: Any, drafter: Drafter, answers: Answers, nodes: int) -> list[tuple[int, int]]:
     """(tokens, rounds) of every answer, decoded with trees of so many nodes besides the root.
 
     Args:
-        heads: the heads.
+        model: the base model.
+        drafter: drafts from nothing but the last hidden state and the text.
         answers: what the base model said.
         nodes: of every tree.
-        prompt_lookup: whether what the text said before shares the trees, as it does in mode `medusa`.
+
+    Raises:
+        ConfigurationError: the drafter reads other hidden states, which were not recorded.
     """
-    drafter = MedusaDrafter(heads, MedusaModeConfig(prompt_lookup=prompt_lookup))
-    device, rows = heads.model.device, range(len(answers.lengths))
-    said = [part.tolist() for part in answers.tokens.split(answers.lengths.tolist())]
-    starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()
-    at, rounds, last = [0] * len(rows), [0] * len(rows), len(answers.hidden) - 1  # of an empty answer none is used
+    replay = _Replay(model, answers)
+    drafter.start(replay.context())
+    if not set(drafter.hidden.layers) <= {LAST_HIDDEN}:
+        raise ConfigurationError(
+            f"{type(drafter).__name__} reads hidden states of layers {drafter.hidden.layers}; only the last hidden "
+            "state is recorded with answers."
+        )
+    while not replay.done:
+        context = replay.context()
+        replay.show(drafter, context)
+        depth = [0 if done else nodes for done in context.finished]
+        replay.accept(
+            drafter.propose(
+                context, Budget(depth=depth, room=depth, nodes=nodes, trees=True, pays=lambda confidences: True)
+            )
+        )
+    return list(zip(replay.at, replay.rounds, strict=True))
 
-    def context() -> Context:
+
+class _Replay:
+    """Recorded answers, gone along with the drafts of a drafter as greedy decoding would have gone."""
+
+    def __init__(self, model: Any, answers: Answers) -> None:
+        self.device, self.dtype = model.device, model.dtype
+        self.prompts, self.hidden = answers.prompts, answers.hidden
+        self.said = [part.tolist() for part in answers.tokens.split(answers.lengths.tolist())]
+        self.starts = (answers.lengths.cumsum(0) - answers.lengths).tolist()
+        # per answer: the token committed last, counted from 0, and the rounds so far
+        self.at, self.rounds = [0] * len(self.said), [0] * len(self.said)
+
+    @property
+    def done(self) -> bool:
+        return all(self._finished())
+
+    def _finished(self) -> list[bool]:
+        return [at + 1 >= len(said) for at, said in zip(self.at, self.said, strict=True)]
+
+    def context(self) -> Context:
+        """What has been committed."""
         return Context(
-            tokens=[[*answers.prompts[row], *said[row][: at[row] + 1]] for row in rows],
-            prompt_lengths=[len(prompt) for prompt in answers.prompts],
-            finished=[at[row] + 1 >= len(said[row]) for row in rows],
-            device=device,
+            tokens=[
+                [*prompt, *said[: at + 1]] for prompt, said, at in zip(self.prompts, self.said, self.at, strict=True)
+            ],
+            prompt_lengths=[len(prompt) for prompt in self.prompts],
+            finished=self._finished(),
+            device=self.device,
             selection=Selection(LogitsProcessorList(), do_sample=False, tape=None),
-            padded_prompts=torch.zeros(len(rows), 1, dtype=torch.long, device=device),
-            hidden=answers.hidden[[min(starts[row] + at[row], last) for row in rows]].to(device, heads.heads.dtype),
+            padded_prompts=torch.zeros(len(self.said), 1, dtype=torch.long, device=self.device),
         )
 
-    drafter.start(context())
-    while not all((now := context()).finished):
-        deepest = [0 if done else nodes for done in now.finished]
-        draft = drafter.propose(
-            now, Budget(depth=deepest, room=deepest, nodes=nodes, trees=True, pays=lambda confidences: True)
+    def show(self, drafter: Drafter, context: Context) -> None:
+        """Show a drafter the hidden states that gave the tokens committed last, as after a plain step."""
+        rows, last = range(len(self.said)), len(self.hidden) - 1  # of an empty answer none is used
+        states = self.hidden[[min(self.starts[row] + self.at[row], last) for row in rows]]
+        states = states.to(self.device, self.dtype)[:, None]
+        drafter.observe(
+            context,
+            Draft.empty(context.roots),
+            Scores(logits=states, rows=list(rows), hidden={LAST_HIDDEN: states}),
+            Verdict(kept=[[0]] * len(rows), committed=[[root] for root in context.roots], accepted=[0] * len(rows)),
         )
-        for row in rows:
-            if now.finished[row]:
+
+    def accept(self, draft: Draft) -> None:
+        """A round: each answer goes on along the draft, and by one token more."""
+        for row, (said, done) in enumerate(zip(self.said, self._finished(), strict=True)):
+            if done:
                 continue
             node: int | None = 0
-            while node is not None and at[row] + 1 < len(said[row]):
-                at[row] += 1
-                token, children = said[row][at[row]], draft.children[row][node]
+            while node is not None and self.at[row] + 1 < len(said):
+                self.at[row] += 1
+                token, children = said[self.at[row]], draft.children[row][node]
                 node = next((child for child in children if draft.tokens[row][child] == token), None)
-            rounds[row] += 1
-    return list(zip(at, rounds, strict=True))
-
-
-@torch.no_grad()
-def accuracy_along(heads: BoundHeads, answers: Answers) -> list[dict[str, float]]:
-    """Per head: loss and top-k accuracy at every position of the answers."""
-    positions = Positions(answers, heads.num_heads, heads.outputs())
-    learner, found = HeadsInTraining(heads, TrainingSettings()).to(heads.model.device), []
-    for start in range(0, len(positions), _POSITIONS):
-        batch = positions.__getitems__(range(start, min(start + _POSITIONS, len(positions))))
-        found.append(learner(**{name: tensor.to(heads.model.device) for name, tensor in batch.items()}))
-    ranks, losses = (torch.cat([part[name] for part in found]) for name in ("ranks", "losses"))
-    return _rounded(accuracy(ranks, losses))
+            self.rounds[row] += 1

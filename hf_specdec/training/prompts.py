@@ -13,7 +13,7 @@ from ..errors import TrainingDataError
 _COLUMNS = ("messages", "conversations", "prompt", "turns", "question", "instruction", "text")
 
 
-def read_prompts(source: str | Path) -> list[list[dict[str, str]]]:
+def read_chats(source: str | Path) -> list[list[dict[str, str]]]:
     """Prompts as chats without the last answer, from a JSON Lines file, a `datasets` folder, or a data set's id.
 
     A row holds a chat (`messages`, or `conversations` with `from` and `value`), or a prompt (`prompt`, the first of

@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..heads.config import DTYPES
 
-# held-out accuracy is reported for these many guesses
-TOP_K = (1, 10)
 PROVENANCE = "training.json"
 
 
@@ -19,10 +17,10 @@ class TrainingSettings:
 
     Args:
         epochs: times that every position is seen.
-        batch_size: positions a step.
+        batch_size: positions per step.
         learning_rate: highest, after a warm-up of 5 % of the steps; falls to zero along a cosine.
         weight_decay: of AdamW.
-        head_decay: the loss of head k counts `head_decay**k`.
+        head_decay: the loss of head k, counted from 1, counts `head_decay**(k - 1)`.
         feature_weight: weight of the distance between a head's state and the hidden state it stands for.
         eval_part: part of the prompts that is held out.
         max_positions: most positions of answers made; None makes all.

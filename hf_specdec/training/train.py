@@ -9,25 +9,23 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
 from ..errors import ConfigurationError, TrainingDataError
-from ..heads.config import MedusaConfig
-from ..heads.model import find_exit, find_heads
-from ..heads.module import SharedOutput
-from .answers import AnswerCache, prompts_digest, weights_digest, write_whole
-from .data import Answers, DataSettings
-from .exit import ExitInTraining, Texts, states_at_exit
-from .losses import accuracy
-from .medusa import HeadsInTraining, Positions
-from .prompts import encode, read_prompts
-from .settings import PROVENANCE, TOP_K, TrainingReport, TrainingSettings
+from ..heads.answers import Answers
+from ..heads.config import HeadConfig
+from ..heads.files import write_whole
+from ..heads.finding import find_heads
+from ..heads.kind import Task, kind_of
+from ..heads.losses import TOP_K, accuracy
+from .answers import make_answers, prompts_digest, weights_digest
+from .data import DataSettings
+from .prompts import encode, read_chats
+from .settings import PROVENANCE, TrainingReport, TrainingSettings
 
 
 def frequent_tokens(answers: Answers, size: int, vocab_size: int) -> torch.Tensor:
@@ -49,7 +47,7 @@ def train_heads(
     tokenizer: Any,
     data: Sequence[str | Path],
     output: str | Path,
-    config: MedusaConfig | None = None,
+    config: HeadConfig,
     data_settings: DataSettings | None = None,
     settings: TrainingSettings | None = None,
     cache: str | Path | None = None,
@@ -67,9 +65,9 @@ def train_heads(
     Main arguments:
         model: the base model; it is not changed.
         tokenizer: its tokenizer.
-        data: prompts: JSON Lines files, `datasets` folders or ids (`prompts.read_prompts`).
+        data: prompts: JSON Lines files, `datasets` folders or ids (`prompts.read_chats`).
         output: folder for the adapter, `training.json` and checkpoints.
-        config: the heads that are trained.
+        config: the heads to train, of any registered kind.
 
     Other arguments:
         data_settings: how answers are made.
@@ -89,103 +87,171 @@ def train_heads(
         ConfigurationError: the model has adapters.
         AdapterError: the model has no LM head that heads could be put beside, or the heads are not for it.
     """
-    from accelerate import PartialState
-    from transformers import Trainer, TrainingArguments, set_seed
+    noted = {"command": command, "note": note}
+    training = _Training(
+        model, tokenizer, data_settings or DataSettings(), settings or TrainingSettings(), Path(output), progress, noted
+    )
+    return training.run(data, copy.deepcopy(config), Path(cache) if cache is not None else None, base_name, report_to)
 
-    config, data_settings = copy.deepcopy(config) or MedusaConfig(), data_settings or DataSettings()
-    settings, output = settings or TrainingSettings(), Path(output)
-    if getattr(model, "peft_config", None):
-        raise ConfigurationError(
-            f"This {type(model).__name__} has adapters ({', '.join(map(repr, model.peft_config))}). Heads are trained "
-            "on the model as it is loaded: load it anew, or unload() or merge them."
-        )
-    state = PartialState()
-    with _heads_beside(model, copy.deepcopy(config)):  # what cannot be trained says so before hours of answering
-        find_exit(model) if config.head_type == "exit" else find_heads(model)
-    with _evaluating(model):
-        chats = [chat for source in data for chat in read_prompts(source)]
-        prompts = encode(tokenizer, chats, data_settings.max_prompt_tokens)
+
+@dataclass(frozen=True)
+class _Training:
+    """What stays the same all the way."""
+
+    model: Any
+    tokenizer: Any
+    data_settings: DataSettings
+    settings: TrainingSettings
+    output: Path
+    progress: bool
+    # fields of the report that the caller knows
+    noted: dict[str, Any]
+
+    def run(
+        self,
+        data: Sequence[str | Path],
+        config: HeadConfig,
+        cache: Path | None,
+        base_name: str | None,
+        report_to: str,
+    ) -> TrainingReport:
+        """The whole way, from prompts to the adapter."""
+        from accelerate import PartialState
+        from transformers import set_seed
+
+        self._check(config)
+        state, folder = PartialState(), cache or self.output / "answers"
+        with _evaluating(self.model):
+            answers = self._answers(data, folder)
+            parts = self._split(answers)
+            claim = _claim_of(self.model, config, self.data_settings, self.settings, answers)
+            set_seed(self.settings.seed)
+            with _heads_beside(self.model, config) as peft_model:
+                if base_name is not None:
+                    config.base_model_name_or_path = base_name
+                began = time.perf_counter()
+                heads = find_heads(self.model)
+                if heads.token_map is not None:
+                    heads.draft_from(frequent_tokens(parts[0], len(heads.token_map), heads.vocab_size))
+                task = kind_of(config).task(heads, parts, self.settings, folder, self.progress)
+                with state.main_process_first():
+                    _make_claim(self.output / "checkpoints", claim)
+                checkpoint = _checkpoint(self.output / "checkpoints")
+                trainer = self._trainer(task, report_to)
+                trainer.train(resume_from_checkpoint=checkpoint)
+                seconds = time.perf_counter() - began
+                accuracies = _heads_in(trainer.evaluate())
+                report = self._report(config, data, answers, parts, accuracies, seconds, checkpoint is not None)
+                if state.is_main_process:
+                    self._save(peft_model, config, heads.weights, report)
+                state.wait_for_everyone()
+                return report
+
+    def _check(self, config: HeadConfig) -> None:
+        """What cannot be trained says so before hours of answering."""
+        if getattr(self.model, "peft_config", None):
+            raise ConfigurationError(
+                f"This {type(self.model).__name__} has adapters ({', '.join(map(repr, self.model.peft_config))}). "
+                "Heads are trained on the model as it is loaded: load it anew, or unload() or merge them."
+            )
+        with _heads_beside(self.model, copy.deepcopy(config)):
+            find_heads(self.model)
+
+    def _answers(self, data: Sequence[str | Path], folder: Path) -> Answers:
+        most = self.data_settings.max_prompt_tokens
+        prompts = encode(self.tokenizer, [chat for source in data for chat in read_chats(source)], most)
         if not prompts:
-            raise TrainingDataError(f"All prompts are longer than {data_settings.max_prompt_tokens} tokens.")
-        folder = Path(cache or output / "answers")
-        answers = make_answers(model, tokenizer, prompts, folder, data_settings, settings, progress)
-        parts = answers.split(settings.eval_part)
+            raise TrainingDataError(f"All prompts are longer than {most} tokens.")
+        return make_answers(
+            self.model,
+            self.tokenizer,
+            prompts,
+            folder,
+            self.data_settings,
+            self.settings.max_positions,
+            self.progress,
+        )
+
+    def _split(self, answers: Answers) -> tuple[Answers, Answers]:
+        parts = answers.split(self.settings.eval_part)
         if not all(len(part.tokens) for part in parts):
             raise TrainingDataError(
                 "There are too few answers to hold some out; pass more prompts, or another eval_part."
             )
-        claim = _claim_of(model, config, data_settings, settings, answers)
-        set_seed(settings.seed)
-        with _heads_beside(model, config) as peft_model:
-            if base_name is not None:
-                config.base_model_name_or_path = base_name
-            began = time.perf_counter()
-            learner, datasets, batch_size, weights = _task(model, config, parts, settings, folder, progress)
-            with state.main_process_first():
-                _make_claim(output / "checkpoints", claim)
-            arguments = TrainingArguments(
-                output_dir=str(output / "checkpoints"),
-                per_device_train_batch_size=batch_size,
-                per_device_eval_batch_size=batch_size,
-                num_train_epochs=settings.epochs,
-                learning_rate=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                lr_scheduler_type="cosine",
-                warmup_steps=0.05,
-                # gradients are always above the usual 1.0 here: clipped, the later heads learned markedly less
-                max_grad_norm=0.0,
-                bf16=settings.bf16,
-                use_cpu=model.device.type == "cpu",
-                seed=settings.seed,
-                save_strategy="epoch",
-                save_total_limit=1,
-                eval_strategy="epoch",
-                logging_steps=50,
-                report_to=report_to,
-                disable_tqdm=not progress,
-                remove_unused_columns=False,
-                dataloader_pin_memory=False,
-                label_names=["target"],
-            )
-            trainer = Trainer(
-                model=learner,
-                args=arguments,
-                train_dataset=datasets[0],
-                eval_dataset=datasets[1],
-                data_collator=_as_it_is,
-                compute_metrics=_metrics,
-            )
-            checkpoint = _checkpoint(output / "checkpoints")
-            trainer.train(resume_from_checkpoint=checkpoint)
-            training_seconds = time.perf_counter() - began
-            found = trainer.evaluate()
-            report = TrainingReport(
-                base=config.base_model_name_or_path or type(model).__name__,
-                kind=config.head_type,
-                data=[Path(source).name if Path(source).exists() else str(source) for source in data],
-                positions=len(parts[0].tokens),
-                held_out_positions=len(parts[1].tokens),
-                heads=[
-                    {name: round(found[f"eval_head{head}_{name}"], 4) for name in ("loss", *(f"top{k}" for k in TOP_K))}
-                    for head in range(1 if config.head_type == "exit" else config.num_heads)
-                ],
-                data_seconds=round(answers.seconds / state.num_processes, 1),
-                training_seconds=round(training_seconds, 1),
-                resumed=checkpoint is not None,
-                data_settings=asdict(data_settings),
-                training_settings=asdict(settings),
-                versions=_versions(),
-                machine=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-                command=command,
-                note=note,
-            )
-            if state.is_main_process:
-                config.provenance = asdict(report)
-                weights.to(getattr(torch, settings.dtype))
-                peft_model.save_pretrained(str(output), save_embedding_layers=False)
-                (output / PROVENANCE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-            state.wait_for_everyone()
-            return report
+        return parts
+
+    def _trainer(self, task: Task, report_to: str) -> Any:
+        from transformers import Trainer, TrainingArguments
+
+        settings = self.settings
+        arguments = TrainingArguments(
+            output_dir=str(self.output / "checkpoints"),
+            per_device_train_batch_size=task.batch_size,
+            per_device_eval_batch_size=task.batch_size,
+            num_train_epochs=settings.epochs,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.05,
+            # gradients are always above the usual 1.0 here: clipped, the later heads learned markedly less
+            max_grad_norm=0.0,
+            bf16=settings.bf16,
+            use_cpu=self.model.device.type == "cpu",
+            seed=settings.seed,
+            save_strategy="epoch",
+            save_total_limit=1,
+            eval_strategy="epoch",
+            logging_steps=50,
+            report_to=report_to,
+            disable_tqdm=not self.progress,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+            label_names=["target"],
+        )
+        return Trainer(
+            model=task.learner,
+            args=arguments,
+            train_dataset=task.training,
+            eval_dataset=task.held_out,
+            data_collator=_as_it_is,
+            compute_metrics=_metrics,
+        )
+
+    def _report(
+        self,
+        config: HeadConfig,
+        data: Sequence[str | Path],
+        answers: Answers,
+        parts: tuple[Answers, Answers],
+        heads: list[dict[str, float]],
+        seconds: float,
+        resumed: bool,
+    ) -> TrainingReport:
+        from accelerate import PartialState
+
+        return TrainingReport(
+            base=config.base_model_name_or_path or type(self.model).__name__,
+            kind=kind_of(config).name,
+            data=[Path(source).name if Path(source).exists() else str(source) for source in data],
+            positions=len(parts[0].tokens),
+            held_out_positions=len(parts[1].tokens),
+            heads=heads,
+            data_seconds=round(answers.seconds / PartialState().num_processes, 1),
+            training_seconds=round(seconds, 1),
+            resumed=resumed,
+            data_settings=asdict(self.data_settings),
+            training_settings=asdict(self.settings),
+            versions=_versions(),
+            machine=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+            **self.noted,
+        )
+
+    def _save(self, peft_model: Any, config: HeadConfig, weights: torch.nn.Module, report: TrainingReport) -> None:
+        config.provenance = asdict(report)
+        weights.to(getattr(torch, self.settings.dtype))
+        peft_model.save_pretrained(str(self.output), save_embedding_layers=False)
+        text = json.dumps(asdict(report), indent=2) + "\n"
+        (self.output / PROVENANCE).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -199,40 +265,8 @@ def _evaluating(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-def _task(
-    model: Any,
-    config: MedusaConfig,
-    parts: tuple[Answers, Answers],
-    settings: TrainingSettings,
-    folder: Path,
-    progress: bool,
-) -> tuple[nn.Module, list[Dataset], int, nn.Module]:
-    """What is trained, on what (training, held out), so many items a step, and the weights that are saved."""
-    if config.head_type != "exit":
-        heads = find_heads(model)
-        longest = min(int(part.lengths.max()) for part in parts)
-        if longest <= heads.num_heads:
-            raise TrainingDataError(
-                f"The longest answer has {longest} tokens, too few for {heads.num_heads} heads to learn from. Make "
-                "longer answers, or fewer heads."
-            )
-        output_of = _outputs(heads, parts[0])
-        positions: list[Dataset] = [Positions(part, heads.num_heads, output_of) for part in parts]
-        return HeadsInTraining(heads, settings), positions, settings.batch_size, heads.heads
-    exit_ = find_exit(model)
-    output_of = _outputs(exit_, parts[0])
-    texts: list[Dataset] = [
-        Texts(part, states_at_exit(model, part, exit_.exit_layer, folder / name, progress), output_of)
-        for part, name in zip(
-            parts, (f"exit{exit_.exit_layer}-{side}.safetensors" for side in ("training", "held_out")), strict=True
-        )
-    ]
-    mean = len(parts[0].tokens) / max(1, len(parts[0].lengths))
-    return ExitInTraining(exit_, settings), texts, max(1, round(settings.batch_size / mean)), exit_.weights
-
-
 @contextmanager
-def _heads_beside(model: Any, config: MedusaConfig) -> Iterator[Any]:
+def _heads_beside(model: Any, config: HeadConfig) -> Iterator[Any]:
     """The model with new heads, as a `PeftModel`; afterwards it is without them."""
     from peft import get_peft_model
 
@@ -244,7 +278,7 @@ def _heads_beside(model: Any, config: MedusaConfig) -> Iterator[Any]:
 
 
 def _claim_of(
-    model: Any, config: MedusaConfig, data_settings: DataSettings, settings: TrainingSettings, answers: Answers
+    model: Any, config: HeadConfig, data_settings: DataSettings, settings: TrainingSettings, answers: Answers
 ) -> str:
     """What makes a training the same one."""
     of = {
@@ -271,48 +305,6 @@ def _make_claim(folder: Path, mine: str) -> None:
         )
 
 
-def make_answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[list[int]],
-    folder: Path,
-    data_settings: DataSettings,
-    settings: TrainingSettings,
-    progress: bool = True,
-) -> Answers:
-    """The model's answers to the prompts, from the cache as far as they are there. See `AnswerCache.read`."""
-    from accelerate import PartialState
-    from tqdm.auto import tqdm
-
-    state = PartialState()
-    if state.is_main_process:
-        AnswerCache(folder, model, tokenizer, prompts, data_settings)  # writes the manifest once
-    state.wait_for_everyone()
-    cache = AnswerCache(folder, model, tokenizer, prompts, data_settings)
-    quiet, share = not progress or not state.is_main_process, slice(state.process_index, None, state.num_processes)
-    for batch in tqdm(range(len(cache.batches_to_ask()))[share], desc="own prompts", unit="batch", disable=quiet):
-        cache.ask(batch)
-    state.wait_for_everyone()
-    mine = cache.shards()[share]
-    tokens, most = 0, settings.max_positions
-    with tqdm(total=len(mine), desc="answers", unit="batch", disable=quiet) as bar:
-        for shard in mine:
-            if most is not None and tokens * state.num_processes >= most:
-                break
-            tokens += cache.make(shard)
-            bar.update()
-            bar.set_postfix(tokens=tokens)
-    state.wait_for_everyone()
-    return cache.read(most)
-
-
-def _outputs(head: SharedOutput, answers: Answers) -> torch.Tensor:
-    """Choose the tokens that can be drafted. `[V]`: the output that stands for each token, -1 where none does."""
-    if head.token_map is not None:
-        head.draft_from(frequent_tokens(answers, len(head.token_map), head.vocab_size))
-    return head.outputs()
-
-
 def _as_it_is(batch: Any) -> Any:
     """The data set has made a whole batch already."""
     return batch
@@ -321,8 +313,19 @@ def _as_it_is(batch: Any) -> Any:
 def _metrics(prediction: Any) -> dict[str, float]:
     losses, ranks = (torch.as_tensor(part) for part in prediction.predictions)
     return {
-        f"head{head}_{name}": value for head, one in enumerate(accuracy(ranks, losses)) for name, value in one.items()
+        f"head{number}_{name}": value
+        for number, one in enumerate(accuracy(ranks, losses), start=1)
+        for name, value in one.items()
     }
+
+
+def _heads_in(found: dict[str, float]) -> list[dict[str, float]]:
+    """Per head, from the first on: its accuracy on the held-out answers, as `Trainer` names it."""
+    names = ("loss", *(f"top{k}" for k in TOP_K))
+    heads: list[dict[str, float]] = []
+    while f"eval_head{len(heads) + 1}_loss" in found:
+        heads.append({name: round(found[f"eval_head{len(heads) + 1}_{name}"], 4) for name in names})
+    return heads
 
 
 def _checkpoint(folder: Path) -> str | None:

@@ -1,17 +1,22 @@
-"""Training Medusa's heads: the positions they learn from, and their loss."""
+"""What Medusa heads learn from: positions of answers, and a loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..heads.module import BoundHeads
-from .data import Answers
-from .losses import distillation_loss, feature_loss, head_weights, rank_of
-from .settings import TrainingSettings
+from ...errors import TrainingDataError
+from ..answers import Answers
+from ..kind import LearningSettings, Task
+from ..losses import accuracy, distillation_loss, feature_loss, head_weights, rank_of
+from .network import BoundHeads
+
+# positions that are looked at together
+_POSITIONS = 1024
 
 # ---------------------------------------------------------------- positions
 
@@ -19,7 +24,8 @@ from .settings import TrainingSettings
 class Positions(Dataset):
     """Every position of the answers that has at least one token to predict.
 
-    Position t of an answer has the hidden state that gave token t; head k predicts token t + 1 + k from it.
+    Position t of an answer has the hidden state that gave token t; from it head k, counted from 1, predicts token
+    t + k.
 
     Args:
         answers: what the base model said.
@@ -51,7 +57,7 @@ class Positions(Dataset):
         answers, tokens = self.answers, self.answers.tokens.long()
         return {
             "hidden": answers.hidden[at].float(),
-            # [n, H]: the token that each head's predecessor stands on (head 0: the last committed one)
+            # [n, H]: the token that each head's predecessor stands on (for the first: the last committed one)
             "before": tokens[ahead - exists.long()],
             "target": self.output_of[tokens[ahead]],
             "label_outputs": self.output_of[answers.label_tokens[ahead].long()],
@@ -65,14 +71,20 @@ class Positions(Dataset):
 
 
 class HeadsInTraining(nn.Module):
-    """What `Trainer` sees: the heads, and a loss. The base model is no part of it."""
+    """What `Trainer` sees: the heads, and a loss. The base model is no part of it.
 
-    def __init__(self, heads: BoundHeads, settings: TrainingSettings) -> None:
+    Args:
+        heads: the heads.
+        head_decay: the loss of head k, counted from 1, counts `head_decay**(k - 1)`.
+        feature_weight: weight of the distance between a head's state and the hidden state it stands for.
+    """
+
+    def __init__(self, heads: BoundHeads, head_decay: float = 0.8, feature_weight: float = 1.0) -> None:
         super().__init__()
-        self.heads = heads.heads
-        self._bound, self._settings = heads, settings
+        self.heads = heads.weights
+        self._bound, self._feature_weight = heads, feature_weight
         self._weights: torch.Tensor
-        self.register_buffer("_weights", head_weights(heads.num_heads, settings.head_decay), persistent=False)
+        self.register_buffer("_weights", head_weights(heads.num_heads, head_decay), persistent=False)
 
     def forward(
         self,
@@ -93,7 +105,7 @@ class HeadsInTraining(nn.Module):
             loss = distillation_loss(logits, label_outputs[:, head], label_probabilities[:, head])
             shape = feature_loss(states[head], features[:, head])
             seen = exists[:, head]
-            mixed = loss + self._settings.feature_weight * shape
+            mixed = loss + self._feature_weight * shape
             total = total + self._weights[head] * (mixed * seen).sum() / seen.sum().clamp(min=1)
             losses.append(loss.detach())
             ranks.append(rank_of(logits.detach(), target[:, head], seen))
@@ -109,3 +121,37 @@ def states_along(heads: BoundHeads, hidden: torch.Tensor, before: torch.Tensor) 
         state = heads.step(head, state, before[:, head])
         states.append(state)
     return states
+
+
+# ---------------------------------------------------------------- what a kind of heads says
+
+
+def task_of(
+    heads: BoundHeads, parts: Sequence[Answers], settings: LearningSettings, folder: Path, progress: bool
+) -> Task:
+    """What heads learn from these answers (training, held out). See `HeadKind.task`."""
+    _check_length(heads, min(int(part.lengths.max()) for part in parts), "learn from")
+    training, held_out = (Positions(part, heads.num_heads, heads.outputs()) for part in parts)
+    learner = HeadsInTraining(heads, settings.head_decay, settings.feature_weight)
+    return Task(learner, training, held_out, settings.batch_size)
+
+
+@torch.no_grad()
+def accuracy_along(heads: BoundHeads, answers: Answers) -> list[dict[str, float]]:
+    """Per head: loss and top-k accuracy at every position of the answers."""
+    _check_length(heads, int(answers.lengths.max()), "be measured on")
+    positions = Positions(answers, heads.num_heads, heads.outputs())
+    learner, found = HeadsInTraining(heads).to(heads.model.device), []
+    for start in range(0, len(positions), _POSITIONS):
+        batch = positions.__getitems__(range(start, min(start + _POSITIONS, len(positions))))
+        found.append(learner(**{name: tensor.to(heads.model.device) for name, tensor in batch.items()}))
+    ranks, losses = (torch.cat([part[name] for part in found]) for name in ("ranks", "losses"))
+    return accuracy(ranks, losses)
+
+
+def _check_length(heads: BoundHeads, longest: int, what: str) -> None:
+    if longest <= heads.num_heads:
+        raise TrainingDataError(
+            f"The longest answer has {longest} tokens, too few for {heads.num_heads} heads to {what}. Make longer "
+            "answers, or fewer heads, or ask other prompts."
+        )

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .config import MedusaConfig
-from .module import LowRankOutput, SharedOutput, new_output
+from ...errors import AdapterError
+from ..output import HeadNetwork, SharedOutput, lm_head_shape
+from .config import TrainedExitConfig
 
 _CHANNELS = 64
 _ROPE_BASE = 10_000.0
@@ -90,7 +91,7 @@ def _rotated(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
 
-class TrainedExit(nn.Module):
+class TrainedExit(HeadNetwork):
     """The weights of one adapter.
 
     Args:
@@ -99,21 +100,27 @@ class TrainedExit(nn.Module):
         vocab_size: of its LM head.
     """
 
-    token_map: torch.Tensor | None
-    output: LowRankOutput | None
-
-    def __init__(self, config: MedusaConfig, hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, config: TrainedExitConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.layer = ExitLayer(hidden_size)
-        self.output = new_output(config, hidden_size, vocab_size)
-        # [V_d]: the token that each output stands for
-        self.register_buffer(
-            "token_map", torch.arange(config.draft_vocab_size) if config.draft_vocab_size is not None else None
-        )
+        self.add_outputs(config, hidden_size, vocab_size)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+
+def new_exit(config: TrainedExitConfig, model: Any) -> TrainedExit:
+    """A new exit of these settings for a model."""
+    vocab_size, hidden_size = lm_head_shape(model)
+    return TrainedExit(config, hidden_size, vocab_size)
+
+
+def check_exit_layer(config: TrainedExitConfig, model: Any) -> None:
+    """Raise `AdapterError` unless the model has layers above the exit."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if config.exit_layer >= layers:
+        origin = config.base_model_name_or_path
+        of = f" (it was made for {origin})" if origin else ""
+        raise AdapterError(
+            f"This exit is after layer {config.exit_layer}; {type(model).__name__} has only {layers} layers{of}."
+        )
 
 
 class BoundExit(SharedOutput):
@@ -129,12 +136,16 @@ class BoundExit(SharedOutput):
     """
 
     weights: TrainedExit
+    config: TrainedExitConfig
 
-    def __init__(self, weights: TrainedExit, config: MedusaConfig, model: Any) -> None:
-        super().__init__(weights, model)
-        self.config = config
-        assert config.exit_layer is not None
-        self.exit_layer = config.exit_layer
+    @property
+    def exit_layer(self) -> int:
+        """E, the number of the base model's layers below the exit."""
+        return self.config.exit_layer
+
+    def reader(self, rows: int) -> ExitReader:
+        """A reader for the rows of one call of `generate`."""
+        return ExitReader(self, rows)
 
     def states(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """What the LM head is given `[B, n, d]` at every token of whole texts.

@@ -1,4 +1,4 @@
-"""What draft heads are taught: the base model's own distribution over the tokens ahead.
+"""What draft heads are taught, the base model's own distribution over the tokens ahead, and what they make of it.
 
 Shapes: N positions, H heads, K labels kept of every distribution, V_d tokens that can be drafted.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from .settings import TOP_K
+# accuracy is counted for these many guesses
+TOP_K = (1, 10)
 
 
 def distillation_loss(
@@ -36,13 +37,22 @@ def feature_loss(state: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def head_weights(num_heads: int, decay: float) -> torch.Tensor:
-    """`[H]`: weight `decay**k` of head k, summing to one (Medusa-1, arXiv:2401.10774, takes 0.8)."""
+    """`[H]`: weight `decay**(k - 1)` of head k, counted from 1, summing to one.
+
+    Medusa-1 (arXiv:2401.10774) takes 0.8.
+    """
     weights = decay ** torch.arange(num_heads, dtype=torch.float32)
     return weights / weights.sum()
 
 
 def rank_of(logits: torch.Tensor, target: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """`[n]`: how many outputs a head likes better than the token that came; many where it cannot draft it."""
+    """`[n]`: how many outputs a head scores above the token that came; all of them where it cannot draft it.
+
+    Args:
+        logits: `[n, V_d]`, of a head.
+        target: `[n]`: the output that stands for the token that came, -1 where the head cannot draft it.
+        seen: `[n]`: whether there is a token at all; the rank is -1 where there is none.
+    """
     score = logits.gather(1, target.clamp(min=0)[:, None])
     rank = (logits > score).sum(1)
     rank = torch.where(target >= 0, rank, logits.shape[1])

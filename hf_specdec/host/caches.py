@@ -1,25 +1,13 @@
-"""The names that differ between the transformers versions this package supports (5.17 to 5.24)."""
+"""Layers of KV caches that not every supported version of transformers has, or that behave differently there."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-# 5.18 renamed `past_key_values` to `cache`, in forward, in its output, in model_kwargs and in generate's output
-CACHE_KEY = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
-
-
-def decoder_only_output(cache: Any, **fields: Any) -> GenerateDecoderOnlyOutput:
-    """`GenerateDecoderOnlyOutput` with its cache under the name this version uses."""
-    return GenerateDecoderOnlyOutput(**fields, **{CACHE_KEY: cache})
+from .generate import CACHE_KEY
 
 
 class _NoSuchLayer:
@@ -45,3 +33,8 @@ class _RecordingWindowLayer(cache_utils.DynamicSlidingWindowLayer):
 
 
 RecordingWindowLayer: type = cache_utils.DynamicSlidingWindowLayer if CACHE_KEY == "cache" else _RecordingWindowLayer
+
+
+def is_users_own(cache: Any) -> bool:
+    """Whether the user passed this cache to `generate`."""
+    return bool(getattr(cache, "_is_user_defined", False))

@@ -1,8 +1,8 @@
-"""Training an exit: whole texts as hidden states of an early layer, and the base model's own scores at each token."""
+"""What an exit learns from: whole texts as hidden states of an early layer, and the model's own scores per token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..heads.exit import BoundExit
-from ..target.halves import Halves
-from .answers import written_whole
-from .data import Answers
-from .losses import distillation_loss, feature_loss, rank_of
-from .settings import TrainingSettings
+from ...target.halves import Halves, head_logits
+from ..answers import Answers
+from ..files import written_whole
+from ..kind import Accuracy, LearningSettings, Task
+from ..losses import accuracy, distillation_loss, feature_loss, rank_of
+from .network import BoundExit
 
 # tokens, padding included, that pass the lower layers at once
 _TOKENS = 4096
@@ -109,12 +109,17 @@ class Texts(Dataset):
 
 
 class ExitInTraining(nn.Module):
-    """What `Trainer` sees: the exit, and a loss. The base model is no part of it."""
+    """What `Trainer` sees: the exit, and a loss. The base model is no part of it.
 
-    def __init__(self, exit_: BoundExit, settings: TrainingSettings) -> None:
+    Args:
+        exit_: the exit.
+        feature_weight: weight of the distance between the exit's state and the hidden state it stands for.
+    """
+
+    def __init__(self, exit_: BoundExit, feature_weight: float) -> None:
         super().__init__()
         self.exit = exit_.weights
-        self._bound, self._settings = exit_, settings
+        self._bound, self._feature_weight = exit_, feature_weight
 
     def forward(
         self,
@@ -134,7 +139,7 @@ class ExitInTraining(nn.Module):
         ranks = rank_of(logits.detach(), target[exists], torch.ones_like(losses, dtype=torch.bool))
         where = exists.flatten()
         return {
-            "loss": (losses + self._settings.feature_weight * shape).mean(),
+            "loss": (losses + self._feature_weight * shape).mean(),
             "losses": _spread(losses.detach(), where, 0.0),
             "ranks": _spread(ranks, where, -1),
         }
@@ -144,3 +149,62 @@ def _spread(values: torch.Tensor, where: torch.Tensor, otherwise: float) -> torc
     spread = values.new_full((len(where), 1), otherwise)
     spread[where, 0] = values
     return spread
+
+
+# ---------------------------------------------------------------- what a kind of heads says
+
+
+def task_of(
+    exit_: BoundExit, parts: Sequence[Answers], settings: LearningSettings, folder: Path, progress: bool
+) -> Task:
+    """What an exit learns from these answers (training, held out). See `HeadKind.task`."""
+    training, held_out = (
+        Texts(
+            part,
+            states_at_exit(
+                exit_.model, part, exit_.exit_layer, folder / f"exit{exit_.exit_layer}-{side}.safetensors", progress
+            ),
+            exit_.outputs(),
+        )
+        for part, side in zip(parts, ("training", "held_out"), strict=True)
+    )
+    mean = len(parts[0].tokens) / max(1, len(parts[0].lengths))
+    learner = ExitInTraining(exit_, settings.feature_weight)
+    return Task(learner, training, held_out, max(1, round(settings.batch_size / mean)))
+
+
+def accuracy_along(exit_: BoundExit, answers: Answers, progress: bool) -> Accuracy:
+    """How often the exit predicts the next token of these answers, and how often its layer does untrained."""
+    untrained, ranks, losses = zip(*_exit_along(exit_, answers, progress), strict=True)
+    hits = [untrained, [(rank == 0)[:, 0] for rank in ranks]]
+    return Accuracy(
+        heads=accuracy(torch.cat(ranks), torch.cat(losses)),
+        counts={"first_token": [[(int(hit.sum()), len(hit)) for hit in found] for found in hits]},
+    )
+
+
+@torch.no_grad()
+def _exit_along(
+    exit_: BoundExit, answers: Answers, progress: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of every answer of T tokens: where its exit would be right untrained `[T]`; ranks and losses `[T, 1]`."""
+    from tqdm.auto import tqdm
+
+    model, output_of, lengths = exit_.model, exit_.outputs(), answers.lengths.tolist()
+    device, halves = model.device, Halves(model, exit_.exit_layer)
+    parts = (answers.tokens.long(), answers.label_tokens.long(), answers.label_probabilities)
+    rows = list(zip(answers.prompts, *(part.split(lengths) for part in parts), strict=True))
+    for prompt, tokens, labels, probabilities in tqdm(rows, desc="texts", disable=not progress):
+        if not len(tokens):
+            yield torch.zeros(0, dtype=torch.bool), torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1)
+            continue
+        ids, said = torch.tensor([[*prompt, *tokens[:-1].tolist()]], device=device), slice(-len(tokens), None)
+        with halves.taken() as taken:
+            halves.below_headless(input_ids=ids, use_cache=False, **halves.quiet, return_dict=True)
+        assert taken.hidden is not None
+        untrained = head_logits(model, taken.hidden[:, said])[0].argmax(-1).cpu()
+        states = exit_.states(taken.hidden, torch.ones_like(ids, dtype=torch.bool))[0, said]
+        logits = exit_.shared_logits(states).cpu()
+        ranks = rank_of(logits, output_of[tokens], torch.ones(len(tokens), dtype=torch.bool))
+        losses = distillation_loss(logits, output_of[labels], probabilities)
+        yield untrained == tokens, ranks[:, None], losses[:, None]

@@ -1,0 +1,36 @@
+"""What transformers knows of a model and its config under private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# config entries about windows that say which layers have one, or how wide it is
+WINDOW_ENTRIES = frozenset(
+    {
+        "sliding_window",
+        "max_window_layers",
+        "use_sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+    }
+)
+
+
+def text_config(model: Any) -> Any:
+    """The config of the part that decodes text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def attention_of(config: Any) -> str:
+    """Name of the attention back end that a config asks for."""
+    return config._attn_implementation
+
+
+def has_recurrent_state(model: Any) -> bool:
+    """Whether transformers says that the model keeps more than keys and values."""
+    return bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache()
+
+
+def last_logits_only(model: Any) -> dict[str, int]:
+    """The argument that spares a model the scores of all tokens but the last, where it takes it."""
+    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}

@@ -1,0 +1,209 @@
+"""What a model can take part in, found out by trying: token trees, only chains, or nothing.
+
+Some architectures accept a tree mask and silently ignore it. So the first use of a model compares the scores of a
+small tree, before and after a rollback, with the scores of the same tokens in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedCacheError, UnsupportedModelError
+from ..host.generate import CACHE_KEY
+from ..host.models import text_config
+from ..memory import remembered, state_of
+from ..sampling import forked_generators
+from . import kv_cache as kv
+from .cached_model import CachedModel
+from .halves import Halves
+from .support import Support, check_structure, mask_kinds
+
+# what a model may raise when a forward is not made for it
+_FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError)
+
+
+def support(model: Any) -> Support:
+    """What `model` supports, tested once per model and state (see `memory.state_of`).
+
+    Raises:
+        UnsupportedModelError: not even a chain of drafted tokens can be verified and rolled back.
+    """
+    check_structure(model)
+
+    def find() -> Support:
+        with forked_generators(model.device):
+            return _examine(model)
+
+    return remembered(model, "support", state_of(model), find)
+
+
+def halves_agree(model: Any, exit_layer: int) -> bool:
+    """Whether the layers below an exit and those above it, run one after the other, are the model.
+
+    Tested once per model, exit and state.
+    """
+    abilities = support(model)
+    if not abilities.trees:
+        return False  # masks for the upper half must be given
+
+    @torch.no_grad()
+    def find() -> bool:
+        with forked_generators(model.device):
+            try:
+                return _Reference(model, text_config(model)).halves_agree(abilities, Halves(model, exit_layer))
+            except (*_FOREIGN, UnsupportedModelError):
+                return False
+
+    return remembered(model, "halves", (exit_layer, state_of(model)), find)
+
+
+@torch.no_grad()
+def _examine(model: Any) -> Support:
+    config = text_config(model)
+    masks, why = mask_kinds(config)
+    try:
+        reference = _Reference(model, config)
+        cache = reference.prefill()
+    except UnsupportedModelError:
+        raise
+    except _FOREIGN as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} failed the self-test with {type(error).__name__}: {error}. Leave out "
+            "speculative_mode, or pass on_unsupported='plain'."
+        ) from error
+    movable = kv.is_movable(cache)
+    if masks and movable:
+        trees = Support(trees=True, movable=True, masks=masks)
+        try:
+            agrees = reference.tree_agrees(trees)
+        except _FOREIGN as error:
+            agrees, why = False, f"a 4-D attention mask raised {type(error).__name__}"
+        if agrees:
+            return replace(trees, movable=reference.rows_agree(trees))
+        why = why or "the self-test's tree scores differ from sequential scores"
+    return _examine_chains(model, reference, movable, why or "its cache layers cannot be rearranged")
+
+
+def _examine_chains(model: Any, reference: _Reference, movable: bool, why: str) -> Support:
+    """What is left for a model that takes no trees, and why it takes none."""
+    chain = Support(trees=False, movable=movable, masks=(), why=why)
+    try:
+        agrees = reference.chain_agrees(chain)
+    except _FOREIGN:
+        agrees = False
+    if not agrees:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} failed the self-test: the scores of a drafted chain, verified in one forward, "
+            "differ from the scores of the same tokens one by one. Leave out speculative_mode, or pass "
+            "on_unsupported='plain'."
+        )
+    return replace(chain, movable=movable and reference.rows_agree(chain))
+
+
+class _Reference:
+    """Scores of two short continuations of one prompt, from one forward without a cache."""
+
+    # (tokens are chosen apart from one another and away from the special ids at the ends of most vocabularies)
+    PROMPT, LONG, SHORT = 4, 4, 2  # prompt; root, a, b, c; root, d
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model, self.config = model, config
+        vocabulary = config.vocab_size
+        ids = [(vocabulary // 3 + 7 * i) % vocabulary for i in range(self.PROMPT + self.LONG + 1)]
+        self.prompt, (self.root, self.a, self.b, self.c, self.d) = ids[: self.PROMPT], ids[self.PROMPT :]
+        device = model.device
+        rows = torch.tensor(
+            [
+                [*self.prompt, self.root, self.a, self.b, self.c],
+                [*self.prompt, self.root, self.d, self.b, self.c],
+            ],
+            device=device,
+        )
+        logits = model(input_ids=rows, use_cache=False).logits.float()
+        self.long, self.short = logits[0, self.PROMPT :], logits[1, self.PROMPT :]
+        reduced = model.dtype in (torch.float16, torch.bfloat16)
+        # Root mean square, relative to the spread of the scores. Rounding in bfloat16 comes to 0.07 on a real model, a
+        # mask that is ignored to 0.96.
+        self.tolerance = (0.25 if reduced else 1e-3) * float(self.long.std().clamp(min=1e-6))
+
+    def prefill(self) -> Any:
+        """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
+        cache = kv.new_cache(self.config)
+        ids = torch.tensor([self.prompt], device=self.model.device)
+        output = self.model(input_ids=ids, use_cache=True, **{CACHE_KEY: cache})
+        if output.get(CACHE_KEY) is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returns no cache, so drafts cannot be rolled back. Leave out "
+                "speculative_mode, or pass on_unsupported='plain'."
+            )
+        try:
+            kv.check_rollback(cache, type(self.model).__name__, total_slots=self.PROMPT + self.LONG)
+        except UnsupportedCacheError as error:
+            raise UnsupportedModelError(str(error)) from None
+        return cache
+
+    def _runner(self, support: Support) -> Any:
+        return CachedModel(self.model, support, self.prefill(), padding=None, next_position=[self.PROMPT])
+
+    def rows_agree(self, support: Support) -> bool:
+        """Whether rows of a batch may advance by different lengths: one keeps root and a, the other only the root."""
+        try:
+            runner, _ = CachedModel.filled(self.model, support, [self.prompt, self.prompt])
+            first = runner.forward([[self.root, self.a, self.d]] * 2, [[-1, 0, 1]] * 2).logits
+            runner.commit([[0, 1], [0]])
+            after = runner.forward([[self.b], [self.a]], [[-1]] * 2).logits
+        except _FOREIGN:
+            return False
+        return (
+            self._agree(first[0, :2], self.long[:2])
+            and self._agree(after[0], self.long[2:3])
+            and self._agree(after[1], self.long[1:2])
+        )
+
+    def _agree(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
+        differences = (logits.float() - expected).square().mean(-1).sqrt()  # [n]
+        return bool((differences <= self.tolerance).all())  # NaN is not below anything
+
+    def tree_agrees(self, support: Support) -> bool:
+        runner = self._runner(support)
+        # root -> d, root -> a -> b: then keep root, a, b and go on with c
+        output = runner.forward([[self.root, self.d, self.a, self.b]], [[-1, 0, 0, 2]])
+        first = output.logits[0]
+        runner.commit([[0, 2, 3]])
+        after = runner.forward([[self.c]], [[-1]]).logits[0]
+        return (
+            self._agree(first[[0, 2, 3]], self.long[:3])
+            and self._agree(first[1], self.short[1])
+            and self._agree(after[0], self.long[3])
+        )
+
+    def halves_agree(self, support: Support, halves: Halves) -> bool:
+        """As `tree_agrees`; some run through the layers below the exit before it is known what is verified."""
+        runner = self._runner(support)
+        runner.forward_below(halves, [[self.root]], [[-1]])
+        if runner.has_windows:  # drafts are chains there
+            runner.forward_below(halves, [[self.a]], [[0]])
+            first = runner.forward([[self.root, self.a, self.b]], [[-1, 0, 1]]).logits[0]
+            runner.commit([[0, 1]])
+            after = runner.forward([[self.b, self.c]], [[-1, 0]]).logits[0]
+            return self._agree(first, self.long[:3]) and self._agree(after, self.long[2:])
+        runner.forward_below(halves, [[self.d, self.a]], [[0, 0]])
+        first = runner.forward([[self.root, self.a, self.b, self.d]], [[-1, 0, 1, 0]]).logits[0]
+        runner.commit([[0, 1, 2]])
+        after = runner.forward([[self.c]], [[-1]]).logits[0]
+        return (
+            self._agree(first[:3], self.long[:3])
+            and self._agree(first[3], self.short[1])
+            and self._agree(after[0], self.long[3])
+        )
+
+    def chain_agrees(self, support: Support) -> bool:
+        runner = self._runner(support)
+        # root -> a -> d: keep root, a and go on with b -> c
+        first = runner.forward([[self.root, self.a, self.d]], [[-1, 0, 1]]).logits[0]
+        runner.commit([[0, 1]])
+        after = runner.forward([[self.b, self.c]], [[-1, 0]]).logits[0]
+        return self._agree(first[:2], self.long[:2]) and self._agree(after, self.long[2:4])
