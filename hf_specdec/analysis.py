@@ -14,13 +14,20 @@ token, so plain decoding is 1.0; every speed-up is relative to plain decoding, w
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 from .errors import AnalysisError
+from .number_checks import (
+    as_cost_ratio,
+    as_counts,
+    as_integer,
+    as_items,
+    as_number,
+    as_probability,
+    as_verify_cost,
+)
 
 __all__ = [
     "AcceptanceEstimate",
@@ -59,8 +66,8 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     Raises:
         AnalysisError: An argument is outside its range.
     """
-    alpha = _probability("alpha", alpha)
-    gamma = _integer("gamma", gamma)
+    alpha = as_probability("alpha", alpha)
+    gamma = as_integer("gamma", gamma)
     if alpha == 0 or gamma == 0:
         return 1.0
     if alpha == 1:
@@ -87,8 +94,8 @@ def speedup(alpha: float, gamma: int, cost_ratio: float, verify_cost: float = 1.
     Raises:
         AnalysisError: An argument is outside its range.
     """
-    cost_ratio = _cost_ratio(cost_ratio)
-    verify_cost = _verify_cost("verify_cost", verify_cost)
+    cost_ratio = as_cost_ratio(cost_ratio)
+    verify_cost = as_verify_cost("verify_cost", verify_cost)
     return expected_tokens(alpha, gamma) / (gamma * cost_ratio + verify_cost)
 
 
@@ -110,7 +117,7 @@ def speedup_short_form(alpha: float, gamma: int, cost_ratio: float) -> float:
     Raises:
         AnalysisError: An argument is outside its range.
     """
-    cost_ratio = _cost_ratio(cost_ratio)
+    cost_ratio = as_cost_ratio(cost_ratio)
     return expected_tokens(alpha, gamma) / (1 + cost_ratio)
 
 
@@ -140,16 +147,16 @@ def optimal_draft_length(
     Raises:
         AnalysisError: An argument, or a value `verify_cost` returned, is outside its range.
     """
-    alpha = _probability("alpha", alpha)
-    cost_ratio = _cost_ratio(cost_ratio)
-    max_length = _integer("max_length", max_length)
+    alpha = as_probability("alpha", alpha)
+    cost_ratio = as_cost_ratio(cost_ratio)
+    max_length = as_integer("max_length", max_length)
     if verify_cost is not None and not callable(verify_cost):
         raise AnalysisError(
             f"verify_cost must be a function from draft length to relative cost, or None; got {verify_cost!r}"
         )
 
     def verify(length: int) -> float:
-        return 1.0 if verify_cost is None else _verify_cost(f"verify_cost({length})", verify_cost(length))
+        return 1.0 if verify_cost is None else as_verify_cost(f"verify_cost({length})", verify_cost(length))
 
     best, best_verify = 0, verify(0)
     for length in range(1, max_length + 1):
@@ -181,8 +188,8 @@ def rule_of_thumb_draft_length(alpha: float, cost_ratio: float) -> float:
     Raises:
         AnalysisError: An argument is outside its range, where the rule is undefined.
     """
-    alpha = _number("alpha", alpha, "a number in (0, 1) for the rule of thumb", lambda x: 0 < x < 1)
-    cost_ratio = _number("cost_ratio", cost_ratio, "a number in (0, 1] for the rule of thumb", lambda x: 0 < x <= 1)
+    alpha = as_number("alpha", alpha, "a number in (0, 1) for the rule of thumb", lambda x: 0 < x < 1)
+    cost_ratio = as_number("cost_ratio", cost_ratio, "a number in (0, 1] for the rule of thumb", lambda x: 0 < x <= 1)
     return abs(math.log(cost_ratio) / math.log(alpha))  # abs: 0.0, not -0.0, at c = 1
 
 
@@ -209,25 +216,25 @@ def expected_tree_tokens(parents: Sequence[int], acceptance: Sequence[float]) ->
         AnalysisError: The parents are malformed, the lengths differ, a probability is outside [0, 1], or
             the probabilities of siblings sum to more than 1.
     """
-    parents, acceptance = _items("parents", parents), _items("acceptance", acceptance)
+    parents, acceptance = as_items("parents", parents), as_items("acceptance", acceptance)
     if len(parents) != len(acceptance):
         raise AnalysisError(
             f"parents and acceptance must have one entry a node each, got {len(parents)} and {len(acceptance)}"
         )
     if not parents:
         raise AnalysisError("parents must hold at least the root, [-1]; got no nodes")
-    if _integer("parents[0]", parents[0], low=-1) != -1:
+    if as_integer("parents[0]", parents[0], low=-1) != -1:
         raise AnalysisError(f"parents[0] must be -1 (node 0 is the root), got {parents[0]!r}")
 
     path_probability = [1.0]
     children_probability = [0.0] * len(parents)
     for node in range(1, len(parents)):
-        parent = _integer(f"parents[{node}]", parents[node])
+        parent = as_integer(f"parents[{node}]", parents[node])
         if parent >= node:
             raise AnalysisError(
                 f"parents[{node}] must be an integer in [0, {node - 1}] (parents come first), got {parent}"
             )
-        probability = _probability(f"acceptance[{node}]", acceptance[node])
+        probability = as_probability(f"acceptance[{node}]", acceptance[node])
         children_probability[parent] += probability
         if children_probability[parent] > 1 + _SIBLING_SLACK:
             raise AnalysisError(
@@ -280,9 +287,9 @@ def acceptance_rate(
         AnalysisError: The histogram is empty, has a count that is no integer >= 0, counts rounds beyond
             `draft_length` or holds no trial at all, or an argument is outside its range.
     """
-    counts = _counts(histogram)
-    length = len(counts) - 1 if draft_length is None else _integer("draft_length", draft_length)
-    confidence = _number("confidence", confidence, "a number in (0, 1)", lambda x: 0 < x < 1)
+    counts = as_counts(histogram)
+    length = len(counts) - 1 if draft_length is None else as_integer("draft_length", draft_length)
+    confidence = as_number("confidence", confidence, "a number in (0, 1)", lambda x: 0 < x < 1)
     for k, rounds in enumerate(counts):
         if k > length and rounds:
             raise AnalysisError(
@@ -329,7 +336,7 @@ def mean_acceptance_length(histogram: Sequence[int]) -> float:
     Raises:
         AnalysisError: The histogram is empty, counts no round, or has a count that is no integer >= 0.
     """
-    counts = _counts(histogram)
+    counts = as_counts(histogram)
     rounds = sum(counts)
     if rounds == 0:
         raise AnalysisError(f"histogram must count at least one round, got {list(counts)}")
@@ -354,7 +361,7 @@ def coupled_acceptance_bound(total_variation: float) -> float:
     Raises:
         AnalysisError: total_variation is outside [0, 1].
     """
-    total_variation = _probability("total_variation", total_variation)
+    total_variation = as_probability("total_variation", total_variation)
     return (1 - total_variation) / (1 + total_variation)
 
 
@@ -372,59 +379,4 @@ def rejection_acceptance(total_variation: float) -> float:
     Raises:
         AnalysisError: total_variation is outside [0, 1].
     """
-    return 1 - _probability("total_variation", total_variation)
-
-
-# ---------------------------------------------------------------- domains
-
-
-def _number(name: str, value: Any, allowed: str, inside: Callable[[float], bool]) -> float:
-    """`value` as a float where `inside` holds, which it must not for NaN."""
-    if not isinstance(value, (bool, str, bytes, bytearray)):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-        else:
-            if inside(number):
-                return number
-    raise AnalysisError(f"{name} must be {allowed}, got {value!r}")
-
-
-def _probability(name: str, value: Any) -> float:
-    return _number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-
-
-def _cost_ratio(value: Any) -> float:
-    return _number("cost_ratio", value, "a finite number >= 0", lambda x: 0 <= x < math.inf)
-
-
-def _verify_cost(name: str, value: Any) -> float:
-    return _number(name, value, "a finite number > 0", lambda x: 0 < x < math.inf)
-
-
-def _integer(name: str, value: Any, low: int = 0) -> int:
-    """`value` as an int >= `low`; any integer type will do, but a bool is a slip."""
-    if not isinstance(value, bool):
-        try:
-            integer = operator.index(value)
-        except TypeError:
-            pass
-        else:
-            if integer >= low:
-                return integer
-    raise AnalysisError(f"{name} must be an integer >= {low}, got {value!r}")
-
-
-def _items(name: str, values: Any) -> tuple[Any, ...]:
-    # Iterating a mapping would read its keys as its values.
-    if isinstance(values, Mapping) or not isinstance(values, Iterable):
-        raise AnalysisError(f"{name} must be a sequence, got {type(values).__name__} {values!r}")
-    return tuple(values)
-
-
-def _counts(histogram: Any) -> tuple[int, ...]:
-    items = _items("histogram", histogram)
-    if not items:
-        raise AnalysisError("histogram must have at least one entry (rounds that accepted 0 tokens), got none")
-    return tuple(_integer(f"histogram[{k}]", count) for k, count in enumerate(items))
+    return 1 - as_probability("total_variation", total_variation)

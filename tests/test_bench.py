@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from test_report import summary_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,9 +18,9 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import NO_MODE
-from hf_specdec.measure import bench
-from hf_specdec.measure.bench import PLAIN, Batch, Case, Environment, Measurement, Prompt, Report, Settings
-from hf_specdec.measure.demo import PROMPTS, draw_chart
+from hf_specdec.measure import bench, loading
+from hf_specdec.measure.prompts import read_prompts
+from hf_specdec.measure.report import PLAIN, Batch, Case, Environment, Prompt, Settings
 from hf_specdec.modes import get_mode, mode_names
 from hf_specdec.testing import tiny_model
 
@@ -65,110 +66,6 @@ PROMPTS_OF_TWO_TASKS = [
 ]
 
 
-def timed(case, seconds, *, task="a", batch=0, repeat=0, tokens=10, rows=1, differing=0, accepted=None, rounds=None):
-    return Measurement(case, task, batch, repeat, seconds, rows, tokens, differing, accepted, rounds)
-
-
-def summary_of(summaries, case, task="a"):
-    return next(summary for summary in summaries if summary.case == case and summary.task == task)
-
-
-# ---------------------------------------------------------------- counting
-
-
-@pytest.mark.parametrize(
-    ("rows", "eos", "expected"),
-    [
-        ([[5, 6, 7]], [2], 3),
-        ([[5, 2, 0, 0]], [2], 2),  # the EOS counts, the padding does not
-        ([[5, 2, 2, 2]], [2], 2),  # even where padding is the EOS
-        ([[2]], [2], 1),
-        ([[5, 3, 0], [5, 6, 2], [4, 4, 4]], [2, 3], 8),
-        ([[5, 2, 7]], [], 3),
-        ([[]], [2], 0),
-    ],
-)
-def test_count_tokens(rows, eos, expected):
-    assert bench.count_tokens(rows, eos) == expected
-
-
-def test_count_differing():
-    plain = [[1, 2, 0], [3, 4, 5]]
-    assert bench.count_differing([[1, 2, 0], [3, 4, 5]], plain) == 0
-    assert bench.count_differing([[1, 2, 0], [3, 4, 6]], plain) == 1
-    # one step fewer for all rows: each of them is another output
-    assert bench.count_differing([[1, 2], [3, 4]], plain) == 2
-
-
-# ---------------------------------------------------------------- aggregation
-
-
-def test_ratio_is_of_the_sums_of_medians_over_repeats():
-    # plain: medians 4 and 1; mode: medians 1 and 2. Sums 5 / 3; per batch 4 and 0.5, median 2.25.
-    measurements = [
-        *(timed(PLAIN, seconds, batch=0, repeat=r) for r, seconds in enumerate([3.0, 4.0, 90.0])),
-        *(timed(PLAIN, seconds, batch=1, repeat=r) for r, seconds in enumerate([1.0, 1.0, 1.0])),
-        *(timed("mode", seconds, batch=0, repeat=r) for r, seconds in enumerate([70.0, 1.0, 0.5])),
-        *(timed("mode", seconds, batch=1, repeat=r, tokens=5) for r, seconds in enumerate([2.0, 2.0, 9.0])),
-    ]
-    summaries = bench.summarize(measurements)
-    assert [(summary.task, summary.case) for summary in summaries] == [("a", PLAIN), ("a", "mode")]
-    plain, mode = summaries
-    assert (plain.seconds, mode.seconds) == (5.0, 3.0)
-    assert plain.ratio == plain.median_ratio == 1.0
-    assert mode.ratio == pytest.approx(5 / 3)
-    assert mode.median_ratio == 2.25
-    assert plain.tokens_per_second == 20 / 5
-    assert mode.tokens_per_second == 15 / 3
-
-
-def test_overall_is_added_where_there_are_several_tasks():
-    measurements = [
-        timed(PLAIN, 2.0, task="a", batch=0),
-        timed("mode", 1.0, task="a", batch=0),
-        timed(PLAIN, 6.0, task="b", batch=1),
-        timed("mode", 3.0, task="b", batch=1, differing=1),
-    ]
-    summaries = bench.summarize(measurements)
-    assert [summary.task for summary in summaries] == ["a", "a", "b", "b", bench.OVERALL, bench.OVERALL]
-    overall = summary_of(summaries, "mode", bench.OVERALL)
-    assert (overall.ratio, overall.tokens, overall.rows, overall.identical) == (2.0, 20, 2, False)
-    assert summary_of(summaries, "mode", "a").identical
-
-
-def test_mean_acceptance_length_weighs_every_round_alike():
-    measurements = [
-        timed(PLAIN, 1.0),
-        timed("mode", 1.0, batch=0, accepted=9, rounds=1),
-        timed(PLAIN, 1.0, batch=1),
-        timed("mode", 1.0, batch=1, accepted=0, rounds=9),
-        timed("other", 1.0, batch=0),
-        timed("short", 1.0, batch=0, accepted=0, rounds=0),
-    ]
-    summaries = bench.summarize(measurements)
-    # (9 accepted + 10 rounds) / 10 rounds, not the mean of 10 and 1
-    assert summary_of(summaries, "mode").mean_acceptance_length == pytest.approx(1.9)
-    assert summary_of(summaries, PLAIN).mean_acceptance_length == 1.0
-    assert summary_of(summaries, "other").mean_acceptance_length is None
-    assert summary_of(summaries, "short").mean_acceptance_length == 1.0
-
-
-def test_a_row_that_differs_in_several_repeats_counts_once():
-    measurements = [
-        *(timed(PLAIN, 1.0, repeat=r, rows=4) for r in range(3)),
-        *(timed("mode", 1.0, repeat=r, rows=4, differing=d) for r, d in enumerate([1, 2, 0])),
-    ]
-    mode = summary_of(bench.summarize(measurements), "mode")
-    assert (mode.differing_rows, mode.rows, mode.identical) == (2, 4, False)
-
-
-def test_broken_promises_are_those_of_cases_that_made_one():
-    cases = (Case(PLAIN, {}), Case("kept", {}), Case("broken", {}), Case("free", {}, promises_plain=False))
-    measurements = tuple(timed(case.name, 1.0, differing=case.name in ("broken", "free")) for case in cases)
-    report = Report(ENVIRONMENT, Settings(), cases, measurements)
-    assert report.broken_promises == ["broken"]
-
-
 # ---------------------------------------------------------------- prompts and cases
 
 
@@ -181,8 +78,8 @@ def test_read_prompts(tmp_path):
     ]
     file.write_text("\n\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     expected = [Prompt("one", "prompts"), Prompt("two", "qa"), Prompt("three", "qa")]
-    assert bench.read_prompts(file) == expected
-    assert bench.read_prompts(file, per_task=1) == expected[:2]
+    assert read_prompts(file) == expected
+    assert read_prompts(file, per_task=1) == expected[:2]
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", "7", '{"text": "a"}', '{"turns": []}', '{"prompt": ""}'])
@@ -190,16 +87,16 @@ def test_read_prompts_names_the_wrong_line(tmp_path, line):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")
     with pytest.raises(ConfigurationError, match=r"prompts\.jsonl:2: expected"):
-        bench.read_prompts(file)
+        read_prompts(file)
 
 
 def test_read_prompts_without_prompts(tmp_path):
     with pytest.raises(ConfigurationError, match="Cannot read"):
-        bench.read_prompts(tmp_path / "missing.jsonl")
+        read_prompts(tmp_path / "missing.jsonl")
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     with pytest.raises(ConfigurationError, match="holds no prompts"):
-        bench.read_prompts(empty)
+        read_prompts(empty)
 
 
 def test_batches_do_not_mix_tasks():
@@ -254,15 +151,15 @@ def test_modes_asked_for_by_name_are_not_skipped():
 
 def test_missing_model(tmp_path):
     with pytest.raises(ConfigurationError, match="Cannot load the model"):
-        bench.load_model(str(tmp_path))
+        loading.load_model(str(tmp_path))
     with pytest.raises(ConfigurationError, match="Cannot load the tokenizer"):
-        bench.load_tokenizer(str(tmp_path))
+        loading.load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "mixtral", "phi3"])
 def test_first_layers_are_the_models_own(name):
     model = tiny_model(name)
-    draft = bench.first_layers(model, 2)
+    draft = loading.first_layers(model, 2)
     ids = torch.tensor([[1, 5, 9, 30, 31, 40, 41, 42, 43, 44, 45]])
     inner = model.model
     whole = inner.layers
@@ -282,9 +179,9 @@ def test_first_layers_are_the_models_own(name):
 def test_first_layers_out_of_range(model):
     for layers in (0, 3):
         with pytest.raises(InvalidSettingError, match="between 1 and 2"):
-            bench.first_layers(model, layers)
+            loading.first_layers(model, layers)
     with pytest.raises(UnsupportedModelError, match="not built like Llama"):
-        bench.first_layers(tiny_model("gpt2"), 1)
+        loading.first_layers(tiny_model("gpt2"), 1)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -294,7 +191,7 @@ def test_first_layers_out_of_range(model):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}])
 def test_a_run_is_identical_and_complete(model, tokenizer, batch_size, sampling):
     settings = Settings(max_new_tokens=12, batch_size=batch_size, repeats=2, **sampling)
-    cases, skipped = bench.make_cases(settings, assistant=bench.first_layers(model, 1))
+    cases, skipped = bench.make_cases(settings, assistant=loading.first_layers(model, 1))
     told = []
     report = bench.measure(
         model,
@@ -391,40 +288,3 @@ def test_nothing_to_compare(model, tokenizer):
         bench.measure(model, tokenizer, [Prompt("w1")], [Case("b", {})], Settings())
     with pytest.raises(ConfigurationError, match="no prompts"):
         bench.measure(model, tokenizer, [], [Case(PLAIN, {})], Settings())
-
-
-# ---------------------------------------------------------------- reports
-
-
-@pytest.fixture
-def report():
-    cases = tuple(Case(name, {}) for name in (PLAIN, "prompt_lookup", "transformers lookup"))
-    measurements = tuple(
-        timed(case.name, seconds, task=prompt.task, batch=batch)
-        for batch, prompt in enumerate(PROMPTS)
-        for case, seconds in zip(cases, (2.0, 1.0, 4.0), strict=True)
-    )
-    return Report(ENVIRONMENT, Settings(), cases, measurements, (bench.Skipped("assistant", "why"),))
-
-
-def test_to_json(report):
-    content = json.loads(report.to_json())
-    assert content["environment"]["model"] == "tiny"
-    assert content["settings"]["max_new_tokens"] == 128
-    assert content["skipped"] == [{"case": "assistant", "reason": "why"}]
-    assert len(content["measurements"]) == 9
-    first = content["summaries"][1]
-    assert (first["task"], first["case"], first["ratio"], first["identical"]) == ("copying", "prompt_lookup", 2.0, True)
-    assert content["summaries"][-1]["task"] == "overall"
-
-
-def test_chart(report, tmp_path):
-    draw_chart(report, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_demo_has_three_prompts():
-    assert [prompt.task for prompt in PROMPTS] == ["copying", "quoting", "open"]
-    code = PROMPTS[0].text.split("```python\n")[1].split("```")[0]
-    compile(code, "demo", "exec")
-    assert 20 <= len(code.splitlines()) <= 30

@@ -16,7 +16,7 @@ from hf_specdec.cli import measuring
 from hf_specdec.errors import SpeculationError
 from hf_specdec.generation import NO_MODE
 from hf_specdec.measure import bench, smollm2
-from hf_specdec.measure.bench import Case
+from hf_specdec.measure.report import Case, Skipped
 from hf_specdec.testing import tiny_model
 
 
@@ -262,7 +262,7 @@ def test_a_near_tie_in_bfloat16_is_reported_but_no_failure(quick, with_broken_ca
 @pytest.mark.parametrize("command", [["demo", "--no-chart"], ["bench"]])
 def test_a_run_without_any_mode_is_no_success(quick, command, monkeypatch, capsys):
     plain = Case(bench.PLAIN, {"speculative_mode": NO_MODE})
-    monkeypatch.setattr(bench, "make_cases", lambda *args, **kwargs: ([plain], [bench.Skipped("medusa", "no heads")]))
+    monkeypatch.setattr(bench, "make_cases", lambda *args, **kwargs: ([plain], [Skipped("medusa", "no heads")]))
     assert cli.main([*command, *quick]) == 2
     captured = capsys.readouterr()
     assert "Skipped medusa: no heads" in captured.out

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, assert_unchanged, model_of, noisy_trees, prompt, run, snapshot, texts_of
+from conftest import assert_same, model_of, noisy_trees, prompt, run, texts_of
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec.decoding.control import AdaptiveController
-from hf_specdec.errors import DraftError
-from hf_specdec.host.modules import watching_hook
-from hf_specdec.target.selftest import support
 from hf_specdec.testing import ScriptedDrafter, tiny_model_names
 
 MODELS = tiny_model_names()
@@ -224,111 +221,6 @@ def test_max_time_ends_the_call() -> None:
     assert output.shape[1] == 13  # one token, then the clock is looked at
 
 
-class Interrupting(StoppingCriteria):
-    def __init__(self, after: int, error: type[BaseException]) -> None:
-        self.after, self.error = after, error
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if input_ids.shape[1] >= self.after:
-            raise self.error("stop it")
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("mode", ["prompt_lookup", "assistant"])
-def test_an_exception_leaves_no_trace(mode: str, error: type[BaseException]) -> None:
-    model, draft = model_of("gemma3"), model_of("gemma3", num_hidden_layers=2)
-    asked = {"speculative_mode": mode, "speculative_config": {"num_draft_tokens": 3}}
-    if mode == "assistant":
-        asked["assistant_model"] = draft
-    before, draft_before = snapshot(model), snapshot(draft)
-    for do_sample in (False, True):
-        states = []
-        for arguments in ({}, asked):
-            with pytest.raises(error, match="stop it"):
-                run(
-                    model,
-                    prompt(repeat=True),
-                    max_new_tokens=20,
-                    do_sample=do_sample,
-                    eos_token_id=None,
-                    stopping_criteria=StoppingCriteriaList([Interrupting(18, error)]),
-                    **arguments,
-                )
-            states.append(torch.get_rng_state())
-        assert torch.equal(states[0], states[1]), "the generator must be where plain decoding leaves it"
-    assert_unchanged(model, before)
-    assert_unchanged(draft, draft_before)
-    assert_same(model, prompt(repeat=True), asked, max_new_tokens=12)
-
-
-def test_a_failing_drafter_does_no_harm() -> None:
-    def fail(row: int, text: list[int]) -> list[int]:
-        raise RuntimeError("no idea")
-
-    model = model_of("llama")
-    before = snapshot(model)
-    with pytest.raises(RuntimeError, match="no idea"):
-        run(model, prompt(), max_new_tokens=8, speculative_mode=ScriptedDrafter(fail))
-    assert_unchanged(model, before)
-
-
-def test_a_malformed_draft_is_named() -> None:
-    class WrongRoot(ScriptedDrafter):
-        def propose(self, context: Any, budget: Any) -> Any:
-            return hf_specdec.Draft.chains([0] * context.batch_size, [[5]] * context.batch_size)
-
-    class WrongRows(ScriptedDrafter):
-        def propose(self, context: Any, budget: Any) -> Any:
-            return hf_specdec.Draft.chains(context.roots * 2, [[5]] * 2 * context.batch_size)
-
-    class OutOfVocabulary(ScriptedDrafter):
-        def propose(self, context: Any, budget: Any) -> Any:
-            return hf_specdec.Draft.chains(context.roots, [[97]] * context.batch_size)
-
-    for kind, message in ((WrongRoot, "last committed"), (WrongRows, "2 rows"), (OutOfVocabulary, "vocabulary")):
-        with pytest.raises(DraftError, match=message):
-            run(model_of("llama"), prompt(), max_new_tokens=8, speculative_mode=kind(lambda row, text: []))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (None, "must return a Draft, got NoneType"),
-        ({"tokens": [[0, 5.0]]}, "whole numbers"),
-        ({"tokens": [[0, True]]}, "whole numbers"),
-        ({"tokens": [[0, "5"]]}, "whole numbers"),
-        ({"parents": [[-1, 0.0]]}, "whole numbers"),
-        ({"confidence": [[1.0, float("nan")]]}, "between 0 and 1"),
-        ({"confidence": [[1.0, None]]}, "between 0 and 1"),
-        ({"confidence": [[1.0, -0.5]]}, "between 0 and 1"),
-        ({"q": torch.ones(1, 1, 97)}, r"q of the draft must be a tensor \[1, 2, V\]"),
-        ({"q": torch.ones(2, 97)}, r"q of the draft must be a tensor"),
-        ({"q": [[0.5] * 97] * 2}, r"q of the draft must be a tensor"),
-        ({"q": torch.ones(1, 2, 4)}, "does not know"),
-        ({"q": torch.full((1, 2, 97), float("nan"))}, "not finite"),
-    ],
-)
-@pytest.mark.parametrize("size", ["auto", 2])
-def test_a_draft_of_the_wrong_types_is_named(fields: dict[str, Any] | None, message: str, size: Any) -> None:
-    class Malformed(ScriptedDrafter):
-        def propose(self, context: Any, budget: Any) -> Any:
-            if fields is None:
-                return None
-            draft = {"tokens": [[0, 5]], "parents": [[-1, 0]], **fields}
-            draft["tokens"] = [[context.roots[0], *draft["tokens"][0][1:]]]
-            return hf_specdec.Draft(**draft)
-
-    with pytest.raises(DraftError, match=message):
-        run(
-            model_of("llama"),
-            prompt(),
-            max_new_tokens=8,
-            speculative_mode=Malformed(lambda row, text: []),
-            speculative_config={"num_draft_tokens": size},
-        )
-
-
 @pytest.mark.parametrize("drafts_for_free", [False, True])
 def test_who_drafts_for_free_is_asked_while_drafting_does_not_pay(
     drafts_for_free: bool, monkeypatch: pytest.MonkeyPatch
@@ -349,45 +241,6 @@ def test_who_drafts_for_free_is_asked_while_drafting_does_not_pay(
     drafter.drafts_for_free = drafts_for_free
     assert_same(model, inputs, {"speculative_mode": drafter}, max_new_tokens=6, eos_token_id=None)
     assert asked == ([True] * 4 if drafts_for_free else [])  # the last token is never drafted
-
-
-class Meddling(ScriptedDrafter):
-    """Writes into everything it is given, and draws from the global generator."""
-
-    def start(self, context: Any) -> None:
-        context.padded_prompts.fill_(7)
-        torch.rand(3)
-
-    def propose(self, context: Any, budget: Any) -> Any:
-        draft = super().propose(context, budget)
-        torch.randint(0, 5, (4,))
-        for row in context.tokens:
-            row.append(5)
-        context.finished[:] = [True] * len(context.finished)
-        if context.tape is not None:
-            context.tape.noise(context.step(0) + 2)
-        torch.rand(2)
-        return draft
-
-    def observe(self, context: Any, draft: Any, scores: Any, verdict: Any) -> None:
-        context.tokens[0].append(9)
-        scores.logits.fill_(0.0)
-        torch.rand(1)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_meddling_drafter_does_no_harm(batch: int, do_sample: bool) -> None:
-    model, inputs = model_of("llama"), prompt(batch, padding=2)
-    texts = texts_of(model, inputs, max_new_tokens=20, do_sample=do_sample)
-    drafter = Meddling(lambda row, text: texts[row][len(text) : len(text) + 2])
-    assert_same(
-        model,
-        inputs,
-        {"speculative_mode": drafter, "speculative_config": {"num_draft_tokens": 2}},
-        max_new_tokens=20,
-        do_sample=do_sample,
-    )
 
 
 @pytest.mark.parametrize("mode", ["prompt_lookup", "assistant"])
@@ -421,39 +274,6 @@ def test_prompts_of_int32_come_back_as_plain_generate_returns_them() -> None:
     ours, _ = run(model_of("llama"), inputs, max_new_tokens=8, speculative_mode="prompt_lookup")
     assert ours.dtype == plain.dtype
     assert ours.tolist() == plain.tolist()
-
-
-def test_positions_counted_by_the_cache_keep_the_batch_in_step() -> None:
-    """TrOCR's decoder takes no positions and counts them by its cache, so no row may be moved in it."""
-    import transformers
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.TrOCRConfig(
-            vocab_size=97,
-            d_model=32,
-            decoder_layers=2,
-            decoder_attention_heads=4,
-            decoder_ffn_dim=48,
-            max_position_embeddings=128,
-            init_std=0.3,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            dropout=0.0,
-        )
-        model = transformers.TrOCRForCausalLM(config).eval()
-    assert not support(model).movable
-    inputs = prompt(3, length=8)
-    texts = texts_of(model, inputs, max_new_tokens=24, eos_token_id=None)
-    for chains in (True, False):
-        assert_same(
-            model,
-            inputs,
-            {"speculative_mode": noisy_trees(texts, chains=chains), "speculative_config": {"num_draft_tokens": 8}},
-            max_new_tokens=24,
-            eos_token_id=None,
-        )
 
 
 def test_passengers_are_scored_but_never_accepted() -> None:
@@ -525,132 +345,3 @@ def test_holes_are_squeezed_out(monkeypatch: pytest.MonkeyPatch) -> None:
         eos_token_id=None,
     )
     assert realigned
-
-
-def test_support_is_tested_once_and_remembered() -> None:
-    from hf_specdec.testing import tiny_model
-
-    model = tiny_model("llama", seed=3)
-    calls = []
-    handle = watching_hook(model, lambda *args: calls.append(1))
-    first = support(model)
-    assert first.trees
-    assert 0 < len(calls) <= 8, "the self-test is meant to be cheap"
-    seen = len(calls)
-    assert support(model) is first
-    assert len(calls) == seen
-    handle.remove()
-
-
-IGNORE_TREES = {
-    "mpt": ("MptConfig", {"d_model": 32, "n_layers": 3, "n_heads": 4, "expansion_ratio": 2, "use_cache": True}),
-    "gpt_neo": (
-        "GPTNeoConfig",
-        {
-            "num_layers": 4,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 2]],
-            "window_size": 8,
-            "intermediate_size": 48,
-        },
-    ),
-    "bloom": ("BloomConfig", {"n_layer": 3, "n_head": 4}),
-    "lfm2": (
-        "Lfm2Config",
-        {
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 48,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", IGNORE_TREES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_models_that_cannot_take_trees_get_chains(name: str, batch: int) -> None:
-    """Some refuse a tree mask, some ignore it silently; none may change a token."""
-    import transformers
-
-    config_name, settings = IGNORE_TREES[name]
-    common = {"vocab_size": 97, "hidden_size": 32, "initializer_range": 0.3, "pad_token_id": 0}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = getattr(transformers, config_name)(**common, bos_token_id=1, eos_token_id=2, **settings)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert not support(model).trees
-    inputs = prompt(batch, length=14, padding=3)
-    for do_sample in (False, True):
-        texts = texts_of(model, inputs, max_new_tokens=30, do_sample=do_sample, eos_token_id=None)
-        stats = assert_same(
-            model,
-            inputs,
-            {"speculative_mode": noisy_trees(texts, chains=True), "speculative_config": {"num_draft_tokens": 8}},
-            max_new_tokens=30,
-            do_sample=do_sample,
-            eos_token_id=None,
-        )
-        assert stats.mean_acceptance_length > 1.2
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
-def test_bfloat16_differs_only_at_near_ties(name: str) -> None:
-    """A block and a single token round differently in bfloat16; where that changes the text, the two candidates must
-    have been within rounding of one another."""
-    model, inputs = model_of(name, dtype=torch.bfloat16), prompt(length=14)
-    plain, _ = run(
-        model, inputs, max_new_tokens=40, eos_token_id=None, return_dict_in_generate=True, output_logits=True
-    )
-    texts = [plain.sequences[0].tolist()]
-    for seed in range(4):
-        ours, _ = run(
-            model,
-            inputs,
-            max_new_tokens=40,
-            eos_token_id=None,
-            speculative_mode=noisy_trees(texts, seed=seed),
-            speculative_config={"num_draft_tokens": 12},
-        )
-        differ = (ours[0] != plain.sequences[0]).nonzero()
-        if len(differ):
-            step = int(differ[0]) - 14
-            first, second = plain.logits[step][0].topk(2).values.tolist()
-            assert first - second <= 2**-5 * abs(first), "not a near tie"
-
-
-def test_a_window_that_the_model_leaves_to_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moshi makes a plain causal mask and lets the cache forget; a block would see more than each of its tokens."""
-    from transformers.models.mistral import modeling_mistral
-
-    from hf_specdec.testing import tiny_model
-
-    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", modeling_mistral.create_causal_mask)
-    model, inputs = tiny_model("mistral", seed=4), prompt(length=14)
-    texts = texts_of(model, inputs, max_new_tokens=30, eos_token_id=None)
-    for seed in range(3):
-        assert_same(
-            model,
-            inputs,
-            {
-                "speculative_mode": noisy_trees(texts, seed=seed, chains=True),
-                "speculative_config": {"num_draft_tokens": 6},
-            },
-            max_new_tokens=30,
-            eos_token_id=None,
-        )
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-@pytest.mark.parametrize("where", ["right", "inside"])
-def test_masks_with_gaps(name: str, where: str) -> None:
-    """Windows count slots, hidden ones too."""
-    for seed in range(3):
-        inputs = prompt(2, seed=seed)
-        inputs["attention_mask"][0, slice(9, None) if where == "right" else slice(4, 7)] = 0
-        texts = texts_of(model_of(name), inputs, max_new_tokens=15, eos_token_id=None)
-        drafter = noisy_trees(texts, seed=seed)
-        asked = {"speculative_mode": drafter, "speculative_config": {"num_draft_tokens": 6}}
-        assert_same(model_of(name), inputs, asked, max_new_tokens=15, eos_token_id=None)

@@ -13,8 +13,8 @@ from conftest import add_heads, assert_same, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer, pipeline
 
 import hf_specdec
-from hf_specdec.measure.bench import first_layers
 from hf_specdec.measure.demo import PROMPTS
+from hf_specdec.measure.loading import first_layers
 from hf_specdec.measure.smollm2 import smollm2_folder
 
 pytestmark = [

@@ -89,7 +89,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     from ..heads import kind_of
     from ..heads.card import evaluation_tables
-    from ..measure.bench import load_adapter, load_model, load_tokenizer
+    from ..measure.loading import load_adapter, load_model, load_tokenizer
     from ..training import evaluate_heads
 
     if arguments.threads is not None:
@@ -120,7 +120,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from ..heads import find_heads, kind_of
     from ..heads.formats import convert, export, formats
-    from ..measure.bench import load_adapter, load_model
+    from ..measure.loading import load_adapter, load_model
 
     if arguments.to == _PEFT:
         config = convert(arguments.source, arguments.output, arguments.base)

@@ -14,7 +14,7 @@ from .arguments import Help, check_writable, fraction, positive, temperature, wh
 from .terminal import progress_bar, show
 
 if TYPE_CHECKING:  # what measures is imported when something is measured
-    from ..measure.bench import Prompt, Report, Settings
+    from ..measure.report import Prompt, Report, Settings
 
 DIFFERS, NOTHING_RAN = 1, 2
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -24,7 +24,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     _require("rich", *([] if arguments.no_chart else ["matplotlib"]))
     check_writable(arguments.json, None if arguments.no_chart else arguments.chart)
     from ..measure import demo
-    from ..measure.bench import Settings
+    from ..measure.report import Settings
 
     settings = Settings(
         max_new_tokens=arguments.max_new_tokens,
@@ -44,7 +44,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     _require("rich")
     check_writable(arguments.json)
     from ..measure import demo
-    from ..measure.bench import Settings, read_prompts
+    from ..measure.prompts import read_prompts
+    from ..measure.report import Settings
 
     settings = Settings(
         max_new_tokens=arguments.max_new_tokens,
@@ -76,7 +77,7 @@ def _measure(
     """What both commands do: load, measure, and write the JSON file if one is wanted."""
     import torch
 
-    from ..measure import bench
+    from ..measure import bench, loading
     from ..modes import get_mode
 
     for name in arguments.modes or ():
@@ -91,16 +92,16 @@ def _measure(
         source = str(smollm2_folder())
     with progress_bar() as progress:
         progress(0, 1, "loading")
-        tokenizer = bench.load_tokenizer(source)
-        model = bench.load_model(source, arguments.dtype, device)
+        tokenizer = loading.load_tokenizer(source)
+        model = loading.load_model(source, arguments.dtype, device)
         if arguments.adapter is not None:
-            bench.load_adapter(model, arguments.adapter)
+            loading.load_adapter(model, arguments.adapter)
         assistant, assistant_name = None, None
         if arguments.assistant is not None:
-            assistant = bench.load_model(arguments.assistant, arguments.dtype, device)
+            assistant = loading.load_model(arguments.assistant, arguments.dtype, device)
             assistant_name = _name(arguments.assistant)
         elif arguments.assistant_layers is not None:
-            assistant = bench.first_layers(model, arguments.assistant_layers)
+            assistant = loading.first_layers(model, arguments.assistant_layers)
             assistant_name = f"first {arguments.assistant_layers} layers"
         cases, skipped = bench.make_cases(
             settings, arguments.modes, assistant=assistant, transformers_own=transformers_own
@@ -111,7 +112,7 @@ def _measure(
             prompts,
             cases,
             settings,
-            environment=bench.describe(model, _name(arguments.model or _DEFAULT_MODEL), assistant_name),
+            environment=loading.describe(model, _name(arguments.model or _DEFAULT_MODEL), assistant_name),
             skipped=skipped,
             progress=progress,
         )

@@ -9,7 +9,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what measures is imported when something is measured
-    from ..measure.bench import Progress, Report
+    from ..measure.bench import Progress
+    from ..measure.report import Report
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from ..heads import get_head_kind
     from ..heads.output import lm_head_shape
-    from ..measure.bench import load_model, load_tokenizer
+    from ..measure.loading import load_model, load_tokenizer
     from ..training import train_heads
 
     if arguments.threads is not None:

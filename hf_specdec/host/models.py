@@ -34,3 +34,9 @@ def has_recurrent_state(model: Any) -> bool:
 def last_logits_only(model: Any) -> dict[str, int]:
     """The argument that spares a model the scores of all tokens but the last, where it takes it."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+
+def without_origin(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config without where its weights came from, and how they were stored there."""
+    origin = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path")
+    return {name: value for name, value in settings.items() if name not in origin}

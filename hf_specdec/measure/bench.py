@@ -6,11 +6,8 @@ modes gain. Seconds are those of whole `generate` calls, the prompt's forward in
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,15 +16,12 @@ from ..errors import (
     AdapterError,
     ConfigurationError,
     IncompatibleVocabularyError,
-    InvalidSettingError,
-    SpeculationError,
     UnsupportedError,
-    UnsupportedModelError,
 )
 from ..generation import NO_MODE
 from ..modes import get_mode, mode_names
+from .loading import describe
 from .report import (
-    OVERALL,
     PLAIN,
     Batch,
     Case,
@@ -39,7 +33,6 @@ from .report import (
     Skipped,
     count_differing,
     count_tokens,
-    summarize,
 )
 
 # a mode that raises one of these cannot run here; anything else is a failure of the mode
@@ -49,43 +42,7 @@ _REFUSALS = (AdapterError, ConfigurationError, UnsupportedError, IncompatibleVoc
 Progress = Callable[[int, int, str], None]
 
 
-# ---------------------------------------------------------------- prompts, models, cases
-
-
-def read_prompts(path: Path, per_task: int | None = None) -> list[Prompt]:
-    """Prompts from a JSON Lines file: each line has `prompt`, or `turns` whose first is used, and perhaps `task`.
-
-    Args:
-        path: the file.
-        per_task: most prompts of a task; None takes all.
-
-    Raises:
-        ConfigurationError: the file cannot be read, holds no prompt, or a line of it is not as described.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"Cannot read the prompts: {error}") from error
-    prompts: list[Prompt] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            text = entry["prompt"] if "prompt" in entry else entry["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError):
-            text = None
-        if not isinstance(text, str) or not text:
-            raise ConfigurationError(f'{path}:{number}: expected a JSON object with "prompt" or "turns".')
-        prompts.append(Prompt(text, str(entry.get("task", Prompt.task))))
-    if per_task is not None:
-        by_task: dict[str, list[Prompt]] = {}
-        for prompt in prompts:
-            by_task.setdefault(prompt.task, []).append(prompt)
-        prompts = [prompt for group in by_task.values() for prompt in group[:per_task]]
-    if not prompts:
-        raise ConfigurationError(f"{path} holds no prompts.")
-    return prompts
+# ---------------------------------------------------------------- batches and cases
 
 
 def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
@@ -143,112 +100,6 @@ def make_cases(
             # where they sample, they promise plain decoding's distribution but not its text
             cases.append(Case(name, arguments, promises_plain=not settings.samples, refusals=(ValueError,)))
     return cases, skipped
-
-
-def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> Any:
-    """A causal language model from a folder or the Hub, ready to generate.
-
-    Raises:
-        ConfigurationError: there is none of this name.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"Cannot load the model {name!r}: {error}") from error
-    return model.to(device).eval()
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, padding on the left as generating needs it.
-
-    Raises:
-        ConfigurationError: there is none of this name.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"Cannot load the tokenizer of {name!r}: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def load_adapter(model: Any, name: str) -> None:
-    """Load an adapter from a folder or the Hub into a model.
-
-    Raises:
-        ConfigurationError: there is none of this name.
-        AdapterError: it holds draft heads that are broken, or another model's.
-    """
-    try:
-        model.load_adapter(name)
-    except SpeculationError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"Cannot load the adapter {name!r}: {error}") from error
-
-
-def first_layers(model: Any, layers: int) -> Any:
-    """A draft model made of `model`'s embeddings, first `layers` layers, final norm and head; it shares the weights.
-
-    Raises:
-        InvalidSettingError: the model does not have more layers than that.
-        UnsupportedModelError: the model is not built like Llama's.
-    """
-    import torch
-
-    inner = getattr(model, "model", None)
-    if not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")) or not hasattr(model, "lm_head"):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not built like Llama (model.embed_tokens, model.layers, model.norm, lm_head), "
-            "so no draft model can be cut out of it. Use a draft model of its own."
-        )
-    assert inner is not None
-    if not 1 <= layers < len(inner.layers):
-        raise InvalidSettingError(
-            f"A draft model of the model's own layers has between 1 and {len(inner.layers) - 1} of them, got {layers}."
-        )
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:layers]
-    with torch.device("meta"):  # no memory for weights that are replaced at once
-        draft = type(model)(config)
-    for name, part in inner.named_children():
-        setattr(draft.model, name, part[:layers] if name == "layers" else part)
-    draft.lm_head = model.lm_head
-    if any(tensor.is_meta for tensor in [*draft.parameters(), *draft.buffers()]):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has weights outside of its layers, embeddings, norm and head, so no draft model "
-            "can be cut out of it. Use a draft model of its own."
-        )
-    draft.generation_config = copy.deepcopy(model.generation_config)
-    return draft.eval()
-
-
-def describe(model: Any, name: str, assistant: str | None = None) -> Environment:
-    """What is run on what."""
-    import torch
-    import transformers
-
-    from .._version import __version__
-
-    device = model.device
-    return Environment(
-        model=name,
-        assistant=assistant,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        hf_specdec=__version__,
-    )
 
 
 # ---------------------------------------------------------------- measuring
@@ -413,29 +264,3 @@ class _Runner:
             import torch
 
             torch.accelerator.synchronize(self.model.device)
-
-
-__all__ = [
-    "OVERALL",
-    "PLAIN",
-    "Batch",
-    "Case",
-    "Environment",
-    "Measurement",
-    "Prompt",
-    "Report",
-    "Settings",
-    "Skipped",
-    "count_differing",
-    "count_tokens",
-    "describe",
-    "first_layers",
-    "load_adapter",
-    "load_model",
-    "load_tokenizer",
-    "make_batches",
-    "make_cases",
-    "measure",
-    "read_prompts",
-    "summarize",
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .bench import OVERALL, PLAIN, Prompt, Report
+from .report import OVERALL, PLAIN, Prompt, Report
 
 _CODE = '''\
 class Inventory:

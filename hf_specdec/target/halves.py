@@ -53,13 +53,13 @@ class _StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_stands_for"] = layer  # not as a submodule
+        self.__dict__["stands_in_for"] = layer  # not as a submodule
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
+            return getattr(self.__dict__["stands_in_for"], name)
 
 
 class _Tap(_StandIn):
@@ -70,7 +70,7 @@ class _Tap(_StandIn):
         self.handover = handover
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.__dict__["_stands_for"](*args, **kwargs)
+        output = self.__dict__["stands_in_for"](*args, **kwargs)
         self.handover.take(output)
         return output
 

@@ -22,8 +22,8 @@ from ..errors import ConfigurationError
 from ..heads.answers import Answers
 from ..heads.finding import find_heads
 from ..heads.kind import HeadKind, Table, kind_of
-from ..measure.bench import Prompt, read_prompts
-from ..measure.report import OVERALL
+from ..measure.prompts import read_prompts
+from ..measure.report import OVERALL, Prompt
 from ..modes import Request, get_mode
 from ..sampling import Selection
 from .data import DataSettings, answer, joined
@@ -78,7 +78,7 @@ def evaluate_heads(
     Main arguments:
         model: the base model with the heads loaded.
         tokenizer: its tokenizer.
-        data: JSON Lines of prompts, with their `task` perhaps (`bench.read_prompts`).
+        data: JSON Lines of prompts, with their `task` perhaps (`measure.prompts.read_prompts`).
 
     Other arguments:
         adapter: name of the heads; None takes the active ones.
