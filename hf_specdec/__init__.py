@@ -9,7 +9,7 @@ from . import analysis, errors
 from . import drafters as _modes  # noqa: F401 - registers them
 from . import rules as _rules  # noqa: F401 - registers them
 from ._version import __version__
-from .acceptance import AcceptanceRule, Choice, Offer, register_rule, rule_names
+from .acceptance import AcceptanceRule, Choice, Offer, register_rule, rule_names, unregister_rule
 from .config import SpeculativeConfig
 from .context import Context, Picks
 from .decoding.stats import RowStats, SpeculationStats, record
@@ -76,6 +76,7 @@ __all__ = [
     "rule_names",
     "uninstall",
     "unregister_mode",
+    "unregister_rule",
 ]
 
 # draft heads come with PEFT, which is imported once it is needed

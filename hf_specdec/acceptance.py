@@ -75,6 +75,12 @@ def register_rule(rule: AcceptanceRule) -> None:
     _rules[rule.name] = rule
 
 
+def unregister_rule(name: str) -> None:
+    """Take a rule away again. Raises `InvalidSettingError` where there is none of this name."""
+    get_rule(name)
+    del _rules[name]
+
+
 def rule_names() -> list[str]:
     """Names of the registered rules."""
     return sorted(_rules)

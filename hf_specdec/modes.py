@@ -32,7 +32,8 @@ class Mode:
     build: Callable[[Request, Any], Drafter]
     # whether it takes `assistant_model=`; for any other mode the argument is an error
     needs_assistant: bool = False
-    # the kind of draft heads (`HeadKind.name`) without which it cannot draft
+    # where it drafts with heads that are loaded as an adapter: the kind (`HeadKind.name`) that the conformance suite
+    # gives it
     needs_heads: str | None = None
     # settings with which the conformance suite can expect drafts from it on models of three layers
     conformance: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""Every registered mode, on every kind of model, against plain generate. A new mode is tested by registering."""
+"""Every registered mode, on every kind of model, against plain generate. A new mode is tested by registering.
+
+What a mode needs besides its name it says where it is registered: a draft model, heads of some kind, settings.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 import hf_specdec
 from hf_specdec.errors import UnsupportedCacheError
+from hf_specdec.modes import Request, get_mode
 from hf_specdec.testing import tiny_model_names
-
-# settings with which a mode drafts on models of three layers, whatever it promises
-_SETTINGS: dict[str, dict[str, Any]] = {"early_exit": {"exit_layer": 2}}
 
 MODES = hf_specdec.mode_names()
 MODELS = tiny_model_names()
@@ -22,16 +23,18 @@ MODELS = tiny_model_names()
 
 def speculation(mode: str, name: str, **config: Any) -> dict[str, Any]:
     """The arguments that ask for a mode on a model."""
+    registered = get_mode(mode)
     asked: dict[str, Any] = {"speculative_mode": mode}
-    if mode == "assistant":
+    if registered.needs_assistant:
         asked["assistant_model"] = model_of(name, num_hidden_layers=2)
-    asked["speculative_config"] = {"num_draft_tokens": 5, **_SETTINGS.get(mode, {}), **config}
+    asked["speculative_config"] = {"num_draft_tokens": 5, **registered.conformance, **config}
     return asked
 
 
 def target(mode: str, name: str, **settings: Any) -> Any:
     """The model that a mode is tried on."""
-    return (model_with_heads if mode == "medusa" else model_of)(name, **settings)
+    kind = get_mode(mode).needs_heads
+    return model_of(name, **settings) if kind is None else model_with_heads(name, kind, **settings)
 
 
 @pytest.fixture(params=MODES)
@@ -352,8 +355,6 @@ def test_the_generate_call_works_from_bos_alone(mode: str) -> None:
 
 def test_drives_transformers_own_assisted_decoding(mode: str) -> None:
     """Every drafter is a `CandidateGenerator`: the loop of transformers takes it for its own."""
-    from hf_specdec.modes import Request, get_mode
-
     model = target(mode, "llama")
     inputs = prompt(repeat=True)
     expected, _ = run(model, inputs, max_new_tokens=20)

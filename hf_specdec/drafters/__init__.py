@@ -9,5 +9,5 @@ from . import assistant, early_exit, lookahead, medusa, prompt_lookup
 register_mode(Mode("assistant", assistant.AssistantConfig, assistant.build, needs_assistant=True))
 register_mode(Mode("early_exit", early_exit.EarlyExitConfig, early_exit.build, conformance={"exit_layer": 2}))
 register_mode(Mode("lookahead", lookahead.LookaheadConfig, lookahead.build))
-register_mode(Mode("medusa", medusa.MedusaModeConfig, medusa.build, needs_heads="independent"))
+register_mode(Mode("medusa", medusa.MedusaModeConfig, medusa.build, needs_heads="sequential"))
 register_mode(Mode("prompt_lookup", prompt_lookup.PromptLookupConfig, prompt_lookup.build))

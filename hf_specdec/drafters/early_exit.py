@@ -284,11 +284,13 @@ class EarlyExitDrafter(Drafter):
 
 def build(request: Request, config: Any) -> EarlyExitDrafter:
     """The drafter of mode `early_exit`, with a trained exit where one is asked for or loaded."""
-    from ..heads import find_heads, has_heads
-
     trained = None
-    if config.adapter is not None or (config.exit_layer == "auto" and has_heads(request.model, mode="early_exit")):
-        trained = find_heads(request.model, config.adapter, mode="early_exit")
+    # (a model without adapters has none, and PEFT need not be imported to see that)
+    if config.adapter is not None or (config.exit_layer == "auto" and getattr(request.model, "peft_config", None)):
+        from ..heads import find_heads, has_heads
+
+        if config.adapter is not None or has_heads(request.model, mode="early_exit"):
+            trained = find_heads(request.model, config.adapter, mode="early_exit")
     return EarlyExitDrafter(request.model, config, trained)
 
 

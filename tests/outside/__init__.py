@@ -1,0 +1,1 @@
+"""What somebody outside the package adds to it, one file each."""
