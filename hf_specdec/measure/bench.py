@@ -1,4 +1,4 @@
-"""Measuring: how much sooner a mode gives plain decoding's output here, and whether it is plain decoding's output.
+"""Measuring: how much faster a mode gives plain decoding's output here, and whether it is plain decoding's output.
 
 Cases are compared in one process, in turns on the same prompts, because the speed of a machine drifts by more than most
 modes gain. Seconds are those of whole `generate` calls, the prompt's forward included. Tokens are counted from ids.
@@ -134,22 +134,7 @@ def measure(
     if not batches:
         raise ConfigurationError("There are no prompts to measure on.")
     runner = _Runner(model, tokenizer, settings)
-    skipped = list(skipped)
-    total = len(cases) * (1 + len(batches) * settings.repeats)
-
-    # The first call of a case is slow (kernels are chosen, memory is taken) and shows whether it can run at all. It is
-    # made on the largest batch: what cannot do batches says so here.
-    largest = max(batches, key=lambda batch: len(batch.prompts))
-    running: list[Case] = []
-    for done, case in enumerate(cases):
-        progress(done, total, f"warming up {case.name}")
-        try:
-            runner.run(case, runner.encode(largest))
-        except case.refusals as error:
-            skipped.append(Skipped(case.name, str(error).partition("\n")[0]))
-        else:
-            running.append(case)
-
+    running, refused = _warm_up(runner, cases, batches, progress)
     done, total = len(cases), len(cases) + len(running) * len(batches) * settings.repeats
     measurements: list[Measurement] = []
     for index, batch in enumerate(batches):
@@ -170,8 +155,31 @@ def measure(
         settings=settings,
         cases=tuple(running),
         measurements=tuple(sorted(measurements, key=lambda m: (m.batch, order.index(m.case), m.repeat))),
-        skipped=tuple(skipped),
+        skipped=(*skipped, *refused),
     )
+
+
+def _warm_up(
+    runner: _Runner, cases: Sequence[Case], batches: Sequence[Batch], progress: Progress
+) -> tuple[list[Case], list[Skipped]]:
+    """One call of every case that is not timed: those that can run here, and those that cannot.
+
+    The first call of a case is slow (kernels are chosen, memory is taken) and shows whether it can run at all. It is
+    made on the largest batch: what cannot do batches says so here.
+    """
+    largest = max(batches, key=lambda batch: len(batch.prompts))
+    total = len(cases) * (1 + len(batches) * runner.repeats)
+    running: list[Case] = []
+    refused: list[Skipped] = []
+    for done, case in enumerate(cases):
+        progress(done, total, f"warming up {case.name}")
+        try:
+            runner.run(case, runner.encode(largest))
+        except case.refusals as error:
+            refused.append(Skipped(case.name, str(error).partition("\n")[0]))
+        else:
+            running.append(case)
+    return running, refused
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,7 @@ class _Runner:
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings) -> None:
         self.model, self.tokenizer, self.seed = model, tokenizer, settings.seed
+        self.repeats = settings.repeats
         self.arguments: dict[str, Any] = {
             "max_new_tokens": settings.max_new_tokens,
             "do_sample": settings.samples,
