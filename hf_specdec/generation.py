@@ -136,7 +136,7 @@ class _Call:
             self._stop_at_strings(arguments, resolved, tokenizer)
         abilities = support(model)
         drafter = self.drafter or self.mode.build(Request(model, assistant_model), self.config)
-        check_hidden(model, drafter.hidden.layers)
+        check_hidden(model, drafter.hidden)
         arguments["custom_generate"] = _Decoder(self, drafter, abilities, streamer)
         return self._without_mode(arguments)
 

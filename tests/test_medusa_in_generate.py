@@ -79,7 +79,9 @@ class Watching(Drafter):
 
     def attach(self, target: Any, prompt: Scores) -> None:
         for row, text in enumerate(self.texts):
-            self.check(text, {layer: state[row, -len(text) :] for layer, state in prompt.hidden.items()})
+            states = {layer: state[row, -len(text) :] for layer, state in prompt.hidden.items()}
+            assert {len(state) for state in states.values()} == {len(text)}
+            self.check(text, states)
         self.inner.attach(target, prompt)
 
     def propose(self, context: Context, budget: Budget) -> Draft:

@@ -63,7 +63,7 @@ class Forwards:
             layers: whose hidden states are wanted.
             positions: where, counted from the end; None for all.
         """
-        with watch(self.model, layers, positions) as hidden:
+        with watch(self.model, layers, positions, of_prompt=True) as hidden:
             output = prefill(self.model, input_ids, generation_config, model_kwargs)
         return _output(output, hidden), output[CACHE_KEY]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..draft import LAST_HIDDEN
+from ..draft import LAST_HIDDEN, HiddenRequest
 from ..errors import UnsupportedModelError
 from ..host.models import text_config
 from ..host.modules import watching_hook
@@ -22,7 +22,7 @@ from .layers import find_layers
 
 @contextmanager
 def watch(
-    model: Any, layers: Sequence[int], positions: Sequence[int] | None = None
+    model: Any, layers: Sequence[int], positions: Sequence[int] | None = None, *, of_prompt: bool = False
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Keep the hidden states of these layers in this thread's forward inside.
 
@@ -30,6 +30,8 @@ def watch(
         model: the model.
         layers: as `HiddenRequest` counts them.
         positions: kept of each forward, counted from its end; None keeps all.
+        of_prompt: whether the LM head is given the last position alone, as `generate` has it in the prompts' forward.
+            Then what it would be given is seen where it leaves the layers (see `check_hidden`).
 
     Yields:
         a dictionary that holds, after the forward, `[B, n, d]` by layer.
@@ -41,7 +43,8 @@ def watch(
     hooks: list[RemovableHandle] = []
     try:
         for layer in layers:
-            hooks.append(_watch_layer(model, layer, positions, seen))
+            before_head = of_prompt and layer == LAST_HIDDEN and positions != (-1,)
+            hooks.append(_watch_layer(model, layer, positions, seen, before_head))
         yield seen
     finally:
         for hook in hooks:
@@ -56,7 +59,7 @@ def watch(
 
 
 def _watch_layer(
-    model: Any, layer: int, positions: Sequence[int] | None, seen: dict[int, torch.Tensor]
+    model: Any, layer: int, positions: Sequence[int] | None, seen: dict[int, torch.Tensor], before_head: bool
 ) -> RemovableHandle:
     thread = get_ident()
 
@@ -73,8 +76,10 @@ def _watch_layer(
         keep(args[0] if args else next(iter((kwargs or {}).values()), None))
 
     def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-        keep(output[0] if isinstance(output, tuple) else output)
+        keep(output if isinstance(output, torch.Tensor) else output[0])
 
+    if before_head:
+        return watching_hook(model.base_model, keep_output)
     if layer == LAST_HIDDEN:
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Module):
@@ -91,22 +96,22 @@ def _watch_layer(
     return watching_hook(modules[layer - 1], keep_output)
 
 
-def check_hidden(model: Any, layers: Sequence[int]) -> None:
-    """Raise `UnsupportedModelError` unless these hidden states can be read. Tested once per model and state.
-
-    Args:
-        model: the model.
-        layers: as `HiddenRequest` counts them.
-    """
+def check_hidden(model: Any, request: HiddenRequest) -> None:
+    """Raise `UnsupportedModelError` unless these hidden states can be read. Tested once per model and state."""
+    layers, whole_prompt = {*request.layers, *request.of_prompt}, request.prompt_positions != (-1,)
 
     @torch.no_grad()
     def find() -> bool:
         ids = torch.full((1, 2), text_config(model).vocab_size // 3, device=model.device)
-        with forked_generators(model.device), watch(model, layers) as seen:
+        with (
+            forked_generators(model.device),
+            watch(model, sorted(layers)) as seen,
+            watch(model, sorted(layers), None, of_prompt=whole_prompt) as of_prompt,
+        ):
             shape = model(input_ids=ids, use_cache=False).logits.shape[:2]
-        return all(state.shape[:2] == shape for state in seen.values())
+        return all(state.shape[:2] == shape and torch.equal(state, of_prompt[layer]) for layer, state in seen.items())
 
-    if layers and not remembered(model, "hidden", (*layers, state_of(model)), find):
+    if layers and not remembered(model, "hidden", (*sorted(layers), whole_prompt, state_of(model)), find):
         raise UnsupportedModelError(
             f"{type(model).__name__} gives its layers or its LM head something else than a hidden state per token. Use "
             "another speculative_mode."
