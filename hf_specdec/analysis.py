@@ -102,7 +102,7 @@ def speedup(alpha: float, gamma: int, cost_ratio: float, verify_cost: float = 1.
 def speedup_short_form(alpha: float, gamma: int, cost_ratio: float) -> float:
     """The shortened speed-up E / (1 + c), which over-promises: read `speedup` instead.
 
-    It charges one draft forward a round however many tokens are drafted. It agrees with `speedup` at
+    It charges one draft forward per round however many tokens are drafted. It agrees with `speedup` at
     gamma = 1, promises too much from gamma = 2 on (as soon as c > 0), and too little at gamma = 0. It is
     here to check figures that were quoted by it.
 

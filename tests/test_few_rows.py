@@ -1,4 +1,4 @@
-"""Linear layers that are quick on a few rows: the same products, and the model is not touched."""
+"""Linear layers that are fast on a few rows: the same products, and the model is not touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees, drafts, statistics, settings: the values that pass between the rooms."""
+"""Trees, drafts, statistics, settings: the values of a round."""
 
 from __future__ import annotations
 

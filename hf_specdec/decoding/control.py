@@ -198,7 +198,7 @@ class AdaptiveController:
             node = right[0]
 
     def _cost(self, width: int) -> float:
-        """Plain steps that a forward over `width` nodes a row takes."""
+        """Plain steps that a forward over `width` nodes per row takes."""
         return self.costs.seconds(self._rows, width) / self.costs.seconds(self._rows, 1)
 
     # ------------------------------------------------------------------ drafters that pay per token

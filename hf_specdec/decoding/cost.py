@@ -14,7 +14,7 @@ _PRIOR_COST = {
 
 
 class CostModel:
-    """Seconds of a target forward over n nodes a row, from the forwards made so far.
+    """Seconds of a target forward over n nodes per row, from the forwards made so far.
 
     Measurements are forgotten after a while: a width that was measured in a bad moment would look too dear for ever,
     since it would not be tried again.

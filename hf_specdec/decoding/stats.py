@@ -72,7 +72,7 @@ class SpeculationStats:
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
     rows: list[RowStats] = field(default_factory=list)
-    # width of a verification forward (nodes a row, root included) -> number of rounds
+    # width of a verification forward (nodes per row, root included) -> number of rounds
     widths: Counter[int] = field(default_factory=Counter)
 
     @property

@@ -65,7 +65,7 @@ class Settings:
     # sampling parameters; greedy decoding where both are None
     temperature: float | None = None
     top_p: float | None = None
-    # drafted tokens a round, in every mode; None leaves it to the mode
+    # drafted tokens per round, in every mode; None leaves it to the mode
     num_draft_tokens: int | None = None
 
     @property

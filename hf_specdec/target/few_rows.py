@@ -1,4 +1,4 @@
-"""Linear layers that are quick on a few rows, for CPUs.
+"""Linear layers that are fast on a few rows, for CPUs.
 
 Verification multiplies every weight of a model with the states of a few tokens. Reading a weight from memory takes
 longest there, so that two to eight tokens should cost little more than one. But BLAS libraries are made for large
@@ -75,7 +75,7 @@ def _seconds(product: Callable[[torch.Tensor], Any], states: torch.Tensor) -> fl
 
 
 class Linear(nn.Linear):
-    """A linear layer that is quick on a few rows."""
+    """A linear layer that is fast on a few rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
