@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # what `make quick` runs: tests of these topics, on fewer kinds of models, and the conformance suite on two of them
 # without its slowest test
-QUICK = engine values control sampling accept drafters generation errors conformance
+QUICK = slots walk values control sampling accept drafters support generation errors conformance
 QUICK_ONLY = (not test_conformance or llama or gemma3) \
 	and not (qwen3 or mistral or mixtral or phi3 or falcon or returned_dict)
 
