@@ -36,6 +36,17 @@ _KNOWN_MODEL_KWARGS = {
     "return_dict",
 }
 
+# what makes `generate` decode in another way than by greedy search or sampling
+_OTHER_WAYS = (
+    "constraints",
+    "force_words_ids",
+    "penalty_alpha",
+    "dola_layers",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)
+
 
 def check_arguments(arguments: Mapping[str, Any], mode_name: str, takes_assistant: bool) -> None:
     """Raise where arguments of the call exclude the mode, or one another."""
@@ -51,6 +62,11 @@ def check_arguments(arguments: Mapping[str, Any], mode_name: str, takes_assistan
     if arguments.get("assistant_model") is not None and not takes_assistant:
         raise ConflictingArgumentsError(
             f"speculative_mode={mode_name!r} takes no assistant_model; use speculative_mode='assistant'."
+        )
+    if takes_assistant and not isinstance(arguments.get("assistant_model"), (torch.nn.Module, type(None))):
+        raise ConflictingArgumentsError(
+            f"assistant_model must be a loaded model, got {type(arguments['assistant_model']).__name__}. Load it with "
+            "AutoModelForCausalLM.from_pretrained first."
         )
     _check_tokenizers(arguments.get("tokenizer"), arguments.get("assistant_tokenizer"))
 
@@ -81,10 +97,10 @@ def check_generation_config(resolved: GenerationConfig) -> None:
             "speculative_mode='none'."
         )
     if kind not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        given = [option for option in _OTHER_WAYS if getattr(resolved, option, None)]
         raise UnsupportedGenerationError(
             f"{name} works with greedy search and sampling, but this call asks for {kind.value.replace('_', ' ')}. "
-            "Remove the arguments that ask for it (penalty_alpha, dola_layers, prompt_lookup_num_tokens, "
-            "assistant_early_exit, ...)."
+            f"Remove what asks for it ({', '.join(given)}), or speculative_mode."
         )
     if resolved.use_cache is False:
         raise UnsupportedGenerationError(f"{name} needs a cache to roll back; remove use_cache=False.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import GenerationConfig
@@ -65,9 +66,10 @@ def get_mode(name: Any) -> Mode:
             f"speculative_mode is the class {name.__name__}; pass an object of it: {name.__name__}(...)."
         )
     if not isinstance(name, str) or name not in _modes:
-        raise UnknownModeError(
-            f"Unknown speculative_mode {name!r}. Known modes: {', '.join(mode_names())}; or pass a Drafter."
-        )
+        nearest = get_close_matches(str(name), mode_names(), n=1)
+        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        known = ", ".join([*mode_names(), "none"])
+        raise UnknownModeError(f"Unknown speculative_mode {name!r}.{meant} Known modes: {known}; or pass a Drafter.")
     return _modes[name]
 
 

@@ -75,9 +75,9 @@ def test_settings_without_a_mode() -> None:
     ("kwargs", "message"),
     [
         ({"num_beams": 3}, "num_beams=3"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
-        ({"dola_layers": "low"}, "dola generation"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, r"contrastive search\. Remove what asks for it \(penalty_alpha\)"),
+        ({"dola_layers": "low"}, r"dola generation.*\(dola_layers\)"),
+        ({"prompt_lookup_num_tokens": 3}, r"assisted generation.*\(prompt_lookup_num_tokens\)"),
         ({"use_cache": False}, "use_cache=False"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"token_healing": True}, "token_healing"),
@@ -97,6 +97,8 @@ def test_conflicting_arguments() -> None:
     refused(errors.ConflictingArgumentsError, "custom_generate", custom_generate=lambda **kwargs: None)
     refused(errors.ConflictingArgumentsError, "takes no assistant_model", assistant_model=model_of("llama"))
     refused(errors.ConflictingArgumentsError, "needs assistant_model=", speculative_mode="assistant")
+    by_name = {"speculative_mode": "assistant", "assistant_model": "org/draft"}
+    refused(errors.ConflictingArgumentsError, "must be a loaded model, got str", **by_name)
     refused(errors.ConflictingArgumentsError, "pass tokenizer=", stop_strings=["x"])
 
 

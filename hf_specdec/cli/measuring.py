@@ -129,7 +129,7 @@ def _name(model: str) -> str:
 def _require(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigurationError(f'This needs {" and ".join(missing)}: pip install "hf-specdec[demo]"')
+        raise ConfigurationError(f"This needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 # ---------------------------------------------------------------- arguments

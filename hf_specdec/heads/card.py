@@ -104,7 +104,7 @@ def save_card(
         subfolder: where in it the heads are.
         replace: whether to write over any card.
     """
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, metadata_load
     from yaml import YAMLError
 
     card = model_card(config, repo_id, subfolder)
@@ -118,7 +118,8 @@ def save_card(
         for name, value in before.data.to_dict().items():
             if card.data.get(name) is None:
                 card.data[name] = value
-        tags = before.data.get("tags") or []
+        # (as they were written: older versions of the client read a single tag letter by letter)
+        tags = (metadata_load(path) or {}).get("tags") or []
         tags = tags if isinstance(tags, list) else [tags]
         card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *tags]))
     card.save(path)

@@ -40,7 +40,7 @@ def _rows(source: str | Path) -> list[dict[str, Any]]:
         import datasets
     except ImportError:
         raise TrainingDataError(
-            f'{source} is no file. Data sets by id or folder need `pip install "hf-specdec[train]"`.'
+            f"{source} is no file. Data sets by id or folder need `pip install datasets`."
         ) from None
     try:
         loaded = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(str(source))
