@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec.heads import MedusaConfig, find_heads
 from hf_specdec.heads.medusa.learning import HeadsInTraining, Positions
+from hf_specdec.host.modules import watching_hook
+from hf_specdec.target.selftest import support
 from hf_specdec.testing import ScriptedDrafter, tiny_model
 from hf_specdec.training.data import DataSettings, answer, joined
 
@@ -177,6 +179,25 @@ def assert_unchanged(model: Any, before: dict[str, Any]) -> None:
     assert after == {key: value for key, value in before.items() if key != "weights"}
     assert weights.keys() == weights_before.keys()
     assert all(torch.equal(weights[name], weights_before[name]) for name in weights)
+
+
+LOOKUP = {"speculative_mode": "prompt_lookup"}
+
+
+def refused(error: type[Exception], match: str, model: Any = None, inputs: Any = None, **kwargs: Any) -> None:
+    """Assert that the call raises this error without a forward and without a trace."""
+    model = model_of("llama") if model is None else model
+    support(model_of("llama"))  # the self-test is not what is counted here
+    before = snapshot(model)
+    ran = []
+    handle = watching_hook(model, lambda *args: ran.append(1), before=True)
+    try:
+        with pytest.raises(error, match=match):
+            run(model, prompt() if inputs is None else inputs, **{"max_new_tokens": 6, **LOOKUP, **kwargs})
+    finally:
+        handle.remove()
+    assert not ran, "the model ran before the error"
+    assert_unchanged(model, before)
 
 
 def letter_tokenizer() -> Any:

@@ -7,31 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import assert_same, assert_unchanged, model_of, prompt, run, snapshot
+from conftest import LOOKUP, assert_same, assert_unchanged, model_of, prompt, refused, run, snapshot
 
-import hf_specdec
 from hf_specdec import errors
 from hf_specdec.host.generate import CACHE_KEY
-from hf_specdec.host.modules import watching_hook
 from hf_specdec.testing import ScriptedDrafter, tiny_model
-
-LOOKUP = {"speculative_mode": "prompt_lookup"}
-
-
-def refused(error: type[Exception], match: str, model: Any = None, inputs: Any = None, **kwargs: Any) -> None:
-    """Assert that the call raises this error without a forward and without a trace."""
-    model = model_of("llama") if model is None else model
-    hf_specdec.target.selftest.support(model_of("llama"))  # the self-test is not what is counted here
-    before = snapshot(model)
-    ran = []
-    handle = watching_hook(model, lambda *args: ran.append(1), before=True)
-    try:
-        with pytest.raises(error, match=match):
-            run(model, prompt() if inputs is None else inputs, **{"max_new_tokens": 6, **LOOKUP, **kwargs})
-    finally:
-        handle.remove()
-    assert not ran, "the model ran before the error"
-    assert_unchanged(model, before)
 
 
 def test_caches_that_cannot_be_rolled_back() -> None:
