@@ -32,6 +32,9 @@ class Drafter(CandidateGenerator, ABC):
     # whether part of its drafts costs next to nothing, so that it is asked for them when the rest does not pay
     drafts_for_free: bool = False
 
+    # whether it can only draft for rows of a batch that have advanced equally, which makes them go in lockstep
+    rows_in_step: bool = False
+
     # how many tokens `get_candidates` proposes
     num_candidate_tokens: int = 10
     _standalone: Context | None = None

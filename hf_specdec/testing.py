@@ -79,6 +79,14 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_DELTA_RULE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
@@ -100,7 +108,62 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconConfig",
         {"alibi": True, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": False},
     ),
+    # with recurrent states
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_DELTA_RULE,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        {
+            **_DELTA_RULE,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1.0,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "head_dim": 8,
+            "layers_block_type": ["mamba", "mlp", "mamba", "attention"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            # larger weights make its states grow what rounding leaves of one step and of a block to different tokens
+            "initializer_range": 0.12,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "head_dim": 8,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", _DELTA_RULE),
 }
+# kinds of layers by their share, where a config says them in a list of its own
+_LAYER_LISTS = ("layer_types", "layers_block_type")
 
 
 def tiny_model_names() -> list[str]:
@@ -122,8 +185,10 @@ def tiny_model(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.fl
     config_name, own = _MODELS[name]
     config_class = getattr(transformers, config_name)
     wanted = {**_COMMON, **own, **settings}
-    if "layer_types" in wanted:
-        wanted["layer_types"] = wanted["layer_types"][: wanted["num_hidden_layers"]]
+    for layers in _LAYER_LISTS:
+        if layers in wanted:
+            # (the last kinds, so that hybrids keep a layer with attention)
+            wanted[layers] = wanted[layers][-wanted["num_hidden_layers"] :]
     if name == "gpt2":
         for there, here in (("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size")):
             wanted[there] = settings.get(here, wanted[there])

@@ -26,6 +26,11 @@ from hf_specdec.training.data import DataSettings, answer, joined
 torch.set_num_threads(1)  # tiny models: threads only get in one another's way
 
 
+# kinds of models that take no token trees: ALiBi, and recurrent states
+RECURRENT = ["qwen3_next", "qwen3_5_text", "nemotron_h", "falcon_h1", "olmo_hybrid"]
+CHAINS_ONLY = ["falcon_alibi", *RECURRENT]
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -289,7 +289,8 @@ def test_returned_dict_is_that_of_plain_generate(mode: str, name: str, batch: in
         for field in ("hidden_states", "attentions"):
             for mine, theirs in zip(getattr(ours, field), getattr(plain, field), strict=True):
                 for mine_layer, their_layer in zip(mine, theirs, strict=True):
-                    torch.testing.assert_close(mine_layer, their_layer, rtol=1e-3, atol=1e-4)
+                    size = max(1.0, float(their_layer.abs().max()))
+                    torch.testing.assert_close(mine_layer, their_layer, rtol=1e-3, atol=1e-4 * size)
 
 
 def test_returned_cache_can_be_continued(mode: str, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, model_of, noisy_trees, prompt, run, texts_of
+from conftest import CHAINS_ONLY, assert_same, model_of, noisy_trees, prompt, run, texts_of
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
@@ -26,7 +26,7 @@ def test_trees_full_of_wrong_turns(name: str, batch: int, do_sample: bool) -> No
     texts = texts_of(model, inputs, max_new_tokens=48, do_sample=do_sample, eos_token_id=None)
     ends = [None, texts[batch - 1][-20]]  # with an EOS, some rows end early
     for seed, eos in enumerate(ends * 2):
-        drafter = noisy_trees(texts, seed=seed, chains=name == "falcon_alibi")
+        drafter = noisy_trees(texts, seed=seed, chains=name in CHAINS_ONLY)
         stats = assert_same(
             model,
             inputs,

@@ -21,13 +21,23 @@ from .sizing import count_passengers, drop_excess_passengers, first_nodes, most_
 _MARGIN = 1.1
 # drafting that takes less than this many plain steps per round is never paused
 _NEXT_TO_NOTHING = 0.02
+# tokens that are read again before a draft of a fixed size is left out once, so that a recurrent state catches up
+_MOST_REPLAYED = 16
+# rounds for which replayed tokens are thought to be carried on, where a draft is hardly ever kept whole
+_MOST_CARRIED = 8.0
 
 
 class Controller(Protocol):
     """Decides how much is drafted and how much of a draft is verified."""
 
-    def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
-        """What a drafter may propose; `rooms[b]` is the depth that row b could still commit."""
+    def budget(self, rooms: Sequence[int], trees: bool, replayed: int | None = None) -> Budget:
+        """What a drafter may propose.
+
+        Args:
+            rooms: per row, the depth that it could still commit.
+            trees: whether drafts may branch.
+            replayed: tokens per row that the next forward reads again; None where nothing is ever read again.
+        """
         ...
 
     def size(self, draft: Draft, running: Sequence[bool], most_nodes: int) -> Draft:
@@ -54,8 +64,9 @@ class FixedController:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
-        depth = [max(0, min(room, self.tokens)) for room in rooms]
+    def budget(self, rooms: Sequence[int], trees: bool, replayed: int | None = None) -> Budget:
+        tokens = 0 if (replayed or 0) > _MOST_REPLAYED else self.tokens
+        depth = [max(0, min(room, tokens)) for room in rooms]
         room = [max(0, room) for room in rooms]
         return Budget(depth=depth, room=room, nodes=self.tokens, trees=trees, pays=lambda chains: True)
 
@@ -91,9 +102,10 @@ class AdaptiveController:
         self.most_tokens = most_tokens
         self._rows = 1
         self._free_only = False
+        self._replayed: int | None = None
 
-    def budget(self, rooms: Sequence[int], trees: bool) -> Budget:
-        self._rows = sum(room >= 0 for room in rooms) or 1
+    def budget(self, rooms: Sequence[int], trees: bool, replayed: int | None = None) -> Budget:
+        self._rows, self._replayed = sum(room >= 0 for room in rooms) or 1, replayed
         deepest, experience, self._free_only = self.most_tokens, self.experience, False
         if experience.paused:
             experience.paused -= 1
@@ -121,19 +133,23 @@ class AdaptiveController:
             return first_nodes(draft, running, most_nodes - riding)
         rows = [row for row in range(draft.batch_size) if running[row]]
         most = min(self.most_tokens, most_nodes - riding)
-        # expected tokens of all rows with the best i drafted nodes each
+        # expected tokens of all rows with the best i drafted nodes each; the chance that all rows keep all of them
         expected = [float(len(rows))] + [0.0] * most
+        whole = [1.0] * (most + 1)
         for row in rows:
             probabilities = self._path_probabilities(draft, row)
             reached = sorted((probabilities[node] for node in draft.drafted[row]), reverse=True)[:most]
             for index, probability in enumerate(reached, start=1):
                 expected[index] += probability
+                whole[index] *= probability
         expected = list(accumulate(expected))
         widest = min(most, draft.width - 1)
-        plain = expected[0] / self.costs.seconds(len(rows), riding + 1) * _MARGIN
+        plain = expected[0] / self._seconds(len(rows), riding + 1) * _MARGIN
         best, best_rate = 0, plain
         for nodes in range(1, widest + 1):
-            rate = expected[nodes] / self.costs.seconds(len(rows), riding + nodes + 1)
+            seconds = self._seconds(len(rows), riding + nodes + 1)
+            seconds += self._carried(len(rows), nodes + 1, expected[nodes] / len(rows), whole[nodes])
+            rate = expected[nodes] / seconds
             if rate > best_rate:
                 best, best_rate = nodes, rate
         return draft.keep(
@@ -145,7 +161,7 @@ class AdaptiveController:
     ) -> None:
         if verify_seconds is not None:
             rows = sum(bool(committed) for committed in verdict.committed)
-            self.costs.observe(rows, verified.width, verify_seconds)
+            self.costs.observe(rows, verified.width + (self._replayed or 0), verify_seconds)
         depth = max(max(tree.depths(parents)) for parents in proposal.parents)
         if depth and not self._free_only:
             each = draft_seconds / depth
@@ -167,14 +183,19 @@ class AdaptiveController:
             reached = self._path_probabilities(verified, row)
             promised += sum(reached[node] for node in verified.drafted[row])
         plain = self.costs.seconds(len(rows), 1)
-        drafting, verifying = draft_seconds / plain, self.costs.seconds(len(rows), verified.width) / plain - 1.0
+        drafting, verifying = draft_seconds / plain, self._seconds(len(rows), verified.width) / plain - 1.0
         gain, experience = promised / len(rows) - drafting - verifying, self.experience
         experience.gain += 0.1 * (gain - experience.gain)
         experience.drafting += (0.2 if experience.drafting else 1.0) * (drafting - experience.drafting)
 
     def _path_probabilities(self, draft: Draft, row: int) -> list[float]:
-        confidence = draft.confidence[row] if draft.confidence is not None else [0.5] * len(draft.tokens[row])
-        return tree.path_probabilities(draft.parents[row], [self.calibrator.probability(c) for c in confidence])
+        confidence = [self.calibrator.probability(value) for value in self._confidence(draft, row)]
+        return tree.path_probabilities(draft.parents[row], confidence)
+
+    @staticmethod
+    def _confidence(draft: Draft, row: int) -> Sequence[float]:
+        """The drafter's own word; where it says nothing, every node is as likely as not until it has been seen."""
+        return draft.confidence[row] if draft.confidence is not None else [0.5] * len(draft.tokens[row])
 
     def _largest_calibrated(self, draft: Draft, row: int, nodes: int) -> list[int]:
         reached = self._path_probabilities(draft, row)
@@ -183,19 +204,39 @@ class AdaptiveController:
 
     def _learn(self, proposal: Draft, row: int, committed: Sequence[int]) -> None:
         """Every drafted child of a committed node was right or wrong, whether it was verified or not."""
-        if proposal.confidence is None:
-            return
+        confidence = self._confidence(proposal, row)
         node = 0
         for token in committed:
             below = proposal.children[row][node]
             for child in below:
-                self.calibrator.observe(proposal.confidence[row][child], proposal.tokens[row][child] == token)
+                self.calibrator.observe(confidence[child], proposal.tokens[row][child] == token)
             right = [child for child in below if proposal.tokens[row][child] == token]
             if below and not self._free_only:
                 self.experience.acceptance += 0.15 * (bool(right) - self.experience.acceptance)
             if not right:
                 return
             node = right[0]
+
+    def _seconds(self, rows: int, width: int) -> float:
+        """Seconds of the next forward over `width` nodes per row of its own."""
+        return self.costs.seconds(rows, width + (self._replayed or 0))
+
+    def _carried(self, rows: int, width: int, kept: float, whole: float) -> float:
+        """Seconds that later forwards will take longer, where a draft that is not kept whole must be read again.
+
+        What is pending is carried on, `kept` tokens more, until a draft is kept whole.
+
+        Args:
+            rows: that are running.
+            width: nodes per row of the draft.
+            kept: tokens expected per row.
+            whole: chance that all rows keep all of it.
+        """
+        if self._replayed is None:
+            return 0.0
+        rounds = min((1.0 - whole) / max(whole, 1e-6), _MOST_CARRIED)
+        pending = round(self._replayed + kept)
+        return rounds * max(0.0, self.costs.seconds(rows, width + pending) - self.costs.seconds(rows, width))
 
     def _cost(self, width: int) -> float:
         """Plain steps that a forward over `width` nodes per row takes."""
@@ -215,13 +256,13 @@ class AdaptiveController:
             conditional += probabilities[-1] if probabilities else self.experience.acceptance
         conditional /= rows
         draft_seconds = self.experience.draft_seconds
-        spent = self.costs.seconds(self._rows, length + 1) + length * draft_seconds
+        spent = self._seconds(self._rows, length + 1) + length * draft_seconds
         rate = expected / spent
         gain = 0.0
         for ahead in range(1, 5):  # costs are a staircase: a step up may pay with what comes after it
             reached *= conditional
             gain += reached
-            later = self.costs.seconds(self._rows, length + 1 + ahead) + (length + ahead) * draft_seconds
+            later = self._seconds(self._rows, length + 1 + ahead) + (length + ahead) * draft_seconds
             if later <= spent or gain / (later - spent) > rate:
                 return True
         return False

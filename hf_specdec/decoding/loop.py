@@ -127,6 +127,7 @@ class Decoding:
         self.transcript = Transcript.of(task.input_ids, task.mask, task.generation_config.max_length)
         self.outputs = Outputs.wanted(task.generation_config)
         self.pad_token = pad_token(task.generation_config)
+        self.returns_cache = bool(task.generation_config.return_dict_in_generate) or is_users_own(task.cache)
         self.pace = choose_pace(self._facts())
         if tape is not None:
             tape.alone = self.pace.reads_ahead
@@ -169,7 +170,8 @@ class Decoding:
             movable=task.support.movable and kv.is_movable(cache),
             windows_over_gaps=gaps and kv.has_windows(cache),
             returns_steps=self.outputs.any,
-            returns_cache=bool(task.generation_config.return_dict_in_generate) or is_users_own(cache),
+            returns_cache=self.returns_cache,
+            drafter_in_step=self.drafter.rows_in_step,
         )
 
     # ------------------------------------------------------------------ the loop
@@ -186,12 +188,14 @@ class Decoding:
         with optimized_for_decoding(self.task.model):
             while not all(self.transcript.finished):
                 self._round()
+            if self.returns_cache:
+                self.stats.catch_up_forwards += self.target.catch_up()
 
     def _round(self) -> None:
         began = perf_counter()
         proposal = self._propose(self._budget())
         draft = self._size(proposal)
-        drafted = perf_counter()
+        drafted, replayed = perf_counter(), self.target.replayed
         # what is left of a plain step whose lower half ran says nothing about plain steps
         is_rest = self.target.lower_half_ran and draft.is_empty
         scores = verify(self.target, draft, self.drafter.hidden.layers, self.outputs)
@@ -203,7 +207,7 @@ class Decoding:
         self.controller.observe(proposal, draft, verdict, drafted - began, verify_seconds)
         with self._undisturbed():
             self.drafter.observe(self._shown(), draft, scores, verdict)
-        self.stats.record_round(draft, verdict)
+        self.stats.record_round(draft, verdict, replayed)
         self.stats.draft_seconds += drafted - began
         self.stats.verify_seconds += verified - drafted
         self.stats.other_seconds += perf_counter() - verified
@@ -243,7 +247,8 @@ class Decoding:
 
     def _budget(self) -> Budget:
         """How much may be drafted: what the controller allows, and what a static cache has room for."""
-        budget, free = self.controller.budget(self._rooms(), self.task.support.trees), self._free_slots()
+        replayed = self.target.replayed if self.task.support.replays else None
+        budget, free = self.controller.budget(self._rooms(), self.task.support.trees, replayed), self._free_slots()
         if free is not None and free < budget.nodes:
             return replace(budget, nodes=free, depth=[min(depth, free) for depth in budget.depth])
         return budget
@@ -292,14 +297,14 @@ class Decoding:
         room = self.task.generation_config.max_length - length - 1
         if self.task.position_limit is not None:
             # the root's position is that of the last committed token
-            position = self.target.slots.next_position[self.target.rows.index(row)]
+            position = self.target.root_positions[self.target.rows.index(row)]
             room = min(room, self.task.position_limit - 1 - position)
         return max(0, room)
 
     def _free_slots(self) -> int | None:
         """Slots that a static cache has besides the root's; None where the cache grows."""
         capacity = self.target.capacity
-        return None if capacity is None else max(0, capacity - self.target.slots.count - 1)
+        return None if capacity is None else max(0, capacity - self.target.past_slots - 1)
 
     def _with_padding(self, draft: Draft) -> Draft:
         """Finished rows go on with padding, as plain decoding feeds it, for as long as the others do."""

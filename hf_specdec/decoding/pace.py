@@ -43,6 +43,8 @@ class Facts:
     returns_steps: bool
     # whether somebody else sees the cache
     returns_cache: bool
+    # whether the drafter can only draft for rows that have advanced equally
+    drafter_in_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def choose_pace(facts: Facts) -> Pace:
         and not facts.windows_over_gaps
         and not facts.returns_steps
         and not facts.returns_cache
+        and not facts.drafter_in_step
     )
     return Pace(
         lockstep=facts.batch_size == 1 or not own_pace,

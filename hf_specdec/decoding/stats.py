@@ -67,12 +67,16 @@ class SpeculationStats:
     # forwards of the target model: the prompts', then one a round
     prompt_forwards: int = 0
     rounds: int = 0
+    # forwards after the last round, by which a returned cache with recurrent states read what was still pending
+    catch_up_forwards: int = 0
+    # tokens that recurrent states read again after a rejected draft, over all rows (in forwards that ran anyway)
+    replayed: int = 0
     # seconds spent making drafts, verifying them (forward and walk's first read), and on everything else
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
     rows: list[RowStats] = field(default_factory=list)
-    # width of a verification forward (nodes per row, root included) -> number of rounds
+    # width of a verification forward (nodes per row, root and replayed tokens included) -> number of rounds
     widths: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -86,7 +90,7 @@ class SpeculationStats:
     @property
     def target_forwards(self) -> int:
         """Forwards of the target model, those over the prompts included."""
-        return self.prompt_forwards + self.rounds
+        return self.prompt_forwards + self.rounds + self.catch_up_forwards
 
     @property
     def tokens(self) -> int:
@@ -121,10 +125,11 @@ class SpeculationStats:
         """Part of the drafts reaching a depth whose path was accepted down to it, over all rows."""
         return self.total.acceptance_by_depth()
 
-    def record_round(self, draft: Draft, verdict: Verdict) -> None:
-        """Count one round."""
+    def record_round(self, draft: Draft, verdict: Verdict, replayed: int = 0) -> None:
+        """Count one round, in which every row of the forward read so many tokens again."""
         self.rounds += 1
-        self.widths[draft.width] += 1
+        self.widths[draft.width + replayed] += 1
+        self.replayed += replayed * draft.batch_size
         for row, committed in enumerate(verdict.committed):
             if not committed:
                 continue
@@ -151,6 +156,8 @@ class SpeculationStats:
             "calls",
             "prompt_forwards",
             "rounds",
+            "catch_up_forwards",
+            "replayed",
             "draft_seconds",
             "verify_seconds",
             "other_seconds",
@@ -168,6 +175,7 @@ class SpeculationStats:
             "target_forwards": self.target_forwards,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate": round(self.acceptance_rate, 4),
+            "replayed": self.replayed,
             "draft_seconds": round(self.draft_seconds, 4),
             "verify_seconds": round(self.verify_seconds, 4),
             "other_seconds": round(self.other_seconds, 4),

@@ -22,7 +22,7 @@ def verify(target: CachedModel, draft: Draft, layers: Sequence[int], outputs: Ou
         outputs: what the user wants returned per step.
     """
     rows, wanted = list(target.rows), _wanted(outputs)
-    layout = AttentionLayout(target.slots.count, *_static_and_windows(target)) if wanted else None
+    layout = AttentionLayout(target.past_slots, *_static_and_windows(target)) if wanted else None
     output = target.forward([draft.tokens[row] for row in rows], [draft.parents[row] for row in rows], layers, **wanted)
     return Scores(
         logits=output.logits,

@@ -10,6 +10,7 @@ References: arXiv:2211.17192, arXiv:2302.01318.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..config import SpeculativeConfig, check_range
 from ..context import Context, DraftSampling
 from ..draft import Budget, Draft
 from ..drafter import Drafter
-from ..errors import ConflictingArgumentsError, IncompatibleVocabularyError, UnsupportedModelError
+from ..errors import ConflictingArgumentsError, IncompatibleVocabularyError
 from ..host.models import text_config
 from ..modes import Request
 from ..target.cached_model import CachedModel
@@ -74,17 +75,13 @@ class AssistantDrafter(Drafter):
         self._own_size = own_size
         self._shared_size = min(own_size, target_size)
         self._support = support(assistant_model)
+        self.rows_in_step = not self._support.movable
         self._runner: CachedModel | None = None
         self._seen: list[list[int]] = []  # per row: the tokens in the draft model's cache
 
     def start(self, context: Context) -> None:
         self._runner = None
         self._seen = [[] for _ in context.tokens]
-        if context.batch_size > 1 and not self._support.movable:
-            raise UnsupportedModelError(
-                f"The cache of the draft model {type(self.model).__name__} cannot advance the rows of a batch by "
-                "different lengths. Use batch size 1 or another draft model."
-            )
 
     @torch.no_grad()
     def propose(self, context: Context, budget: Budget) -> Draft:
@@ -147,9 +144,24 @@ class AssistantDrafter(Drafter):
             pending.append([text[-1]] if row in idle else text[agreed:])
             if row not in idle:
                 self._seen[row] = list(text)
+        if self.rows_in_step:
+            self._align(wrong, pending, context.tokens, idle)
         if max(wrong):
             runner.take_back(wrong, idle)
         return runner.append([self._readable(row) for row in pending], idle)
+
+    def _align(
+        self, wrong: list[int], pending: list[list[int]], texts: Sequence[Sequence[int]], idle: Collection[int]
+    ) -> None:
+        """Let all rows take back and read equally many tokens, whatever finished ones read."""
+        most, before = max(wrong), list(wrong)
+        wrong[:] = [most] * len(wrong)
+        for row, text in enumerate(texts):
+            if row not in idle:
+                pending[row] = list(text[len(text) - len(pending[row]) - (most - before[row]) :])
+        (length,) = {len(tokens) for row, tokens in enumerate(pending) if row not in idle}
+        for row in idle:
+            pending[row] = [texts[row][-1]] * length
 
     def _readable(self, text: list[int]) -> list[int]:
         """The text, without the target's padding tokens that the draft model has no embedding for."""

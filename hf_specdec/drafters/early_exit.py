@@ -32,7 +32,7 @@ from ..sampling import forked_generators
 from ..target.cached_model import CachedModel
 from ..target.halves import Halves
 from ..target.layers import find_layers
-from ..target.selftest import halves_agree, support
+from ..target.selftest import halves_agree
 from ..tree import TreeBuilder
 from .assistant import AssistantConfig, AssistantDrafter
 from .exit_choice import MARGIN, ExitChoice
@@ -129,7 +129,8 @@ class EarlyExitDrafter(Drafter):
                 "another speculative_mode."
             )
         if not self._reuses:
-            self._with_own_cache(self._exits[0])  # raises where that cannot be done either
+            own = self._with_own_cache(self._exits[0])  # raises where that cannot be done either
+            self.rows_in_step = own.rows_in_step
         self._target: CachedModel | None = None
         self._prompt_lengths: list[int] = []
         # of this call: the halves that draft with the target's cache, or the draft model with one of its own
@@ -162,11 +163,6 @@ class EarlyExitDrafter(Drafter):
     def start(self, context: Context) -> None:
         self._target = self._halves = self._own_cache = self._reader = None
         self._prompt_lengths, self._decided = context.prompt_lengths, False
-        if not self._reuses and context.batch_size > 1 and not support(self.model).movable:
-            raise UnsupportedModelError(
-                f"The early layers of {type(self.model).__name__} draft with a cache of their own, which cannot "
-                "advance the rows of a batch by different lengths. Use batch size 1 or another speculative_mode."
-            )
         if self.trained is not None:
             self.hidden = HiddenRequest((self.trained.exit_layer,), prompt_positions=None)
         elif self._measures and not self.choice.knows(self._exits):

@@ -17,7 +17,14 @@ class _NoSuchLayer:
 # layers without keys of their own
 DummyLayer: type = getattr(cache_utils, "DummyLayer", _NoSuchLayer)
 # convolutions and recurrent states
-LinearAttentionLayer: type = getattr(cache_utils, "LinearAttentionLayer", _NoSuchLayer)
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", _NoSuchLayer)
+# keys and values besides
+HYBRID_LAYERS: tuple[type, ...] = tuple(
+    getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer", _NoSuchLayer)
+    for kind in ("Full", "SlidingWindow", "StaticFull", "StaticSlidingWindow")
+)
+# keys of an index that picks what attention sees
+IndexedLayer: type = getattr(cache_utils, "DynamicIndexedLayer", _NoSuchLayer)
 
 
 class _RecordingWindowLayer(cache_utils.DynamicSlidingWindowLayer):

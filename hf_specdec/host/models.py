@@ -26,9 +26,9 @@ def attention_of(config: Any) -> str:
     return config._attn_implementation
 
 
-def has_recurrent_state(model: Any) -> bool:
-    """Whether transformers says that the model keeps more than keys and values."""
-    return bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache()
+def takes_cache(model: Any) -> bool:
+    """Whether the model keeps what it has read in a `Cache` of transformers."""
+    return bool(model._supports_default_dynamic_cache())
 
 
 def last_logits_only(model: Any) -> dict[str, int]:

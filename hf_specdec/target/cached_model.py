@@ -14,6 +14,8 @@ from . import kv_cache as kv
 from . import masks
 from .forward import Forwards, Output
 from .halves import Halves
+from .recurrent import SavedStates
+from .replay import Replay
 from .slots import Move, Slots
 from .split_round import SplitRound
 from .support import DENSE_MASKS, MaskKind, Support
@@ -48,7 +50,7 @@ class CachedModel:
         # some models leave their window to the cache, which shows a block more than each of its tokens may see
         self.has_windows = kv.has_windows(cache)
         self.slots = Slots(
-            kv.slots(cache),
+            kv.slots(cache) if padding is None else padding.shape[1],
             next_position,
             padding,
             # holes need masks made from what slots hold; windows and static caches have no slots to spare for them
@@ -58,6 +60,9 @@ class CachedModel:
         )
         self._width = 0  # nodes per row of the last forward, until they are committed
         self._split: SplitRound | None = None
+        # where the cache has states that cannot be rolled back: their copy, and what must be read again
+        self._states = SavedStates(cache) if support.replays else None
+        self._replay = Replay(self.batch_size)
 
     @classmethod
     def filled(cls, model: Any, support: Support, texts: Trees) -> tuple[CachedModel, torch.Tensor]:
@@ -76,6 +81,21 @@ class CachedModel:
         """Rows that it carries."""
         return self.slots.batch_size
 
+    @property
+    def replayed(self) -> int:
+        """Committed tokens per row that the next forward reads again, in front of its own."""
+        return len(self._replay)
+
+    @property
+    def past_slots(self) -> int:
+        """Slots that lie before the root's of the next forward."""
+        return self.slots.count + self.replayed
+
+    @property
+    def root_positions(self) -> list[int]:
+        """Per row, the position of the root of the next forward."""
+        return [position + self.replayed for position in self.slots.next_position]
+
     # ------------------------------------------------------------------ scoring
 
     def forward(self, tokens: Trees, parents: Trees, layers: Sequence[int] = (), **wanted: Any) -> Output:
@@ -93,8 +113,26 @@ class CachedModel:
             if not wanted and self._can_go_on(self._split, tokens, parents, layers):
                 return self._go_on(self._split, tokens, parents, layers)
             self.drop_lower_half()
+        if self._states is not None:
+            may_be_undone = max(map(len, tokens)) > 1
+            return self._read(self._states, tokens, may_be_undone, layers, **wanted)
         self._width = max(len(row) for row in tokens)
         return self.forwards.block(self._inputs(tokens, parents), layers, **wanted)
+
+    def _read(
+        self, states: SavedStates, tokens: Trees, may_be_undone: bool, layers: Sequence[int] = (), **wanted: Any
+    ) -> Output:
+        """Score a chain per row, whose tokens enter states that cannot forget them, after what must be read again."""
+        if may_be_undone and not self._replay.read[0]:
+            states.save()
+        again, block = self.replayed, self._replay.block(tokens)
+        width = len(block[0])
+        output = self.forwards.block(self._inputs(block, [range(-1, width - 1)] * len(block)), layers, **wanted)
+        states.has_changed()
+        self._replay.extend(block)
+        self.slots.extend(width)
+        self._width = width - again
+        return output.after(again)
 
     def _inputs(
         self,
@@ -219,14 +257,30 @@ class CachedModel:
 
         Rows in `idle` are finished: what their slots hold no longer matters, and their position stands still.
         """
-        self._carry_out(self.slots.commit(kept, self._width, idle))
+        if self._states is not None:
+            (length,) = set(map(len, kept))  # rows are in step
+            if length == self._width:
+                self._replay.keep()
+                kv.crop(self.cache, 0)
+            self._unread(self._states, self._width - length)
+        else:
+            self._carry_out(self.slots.commit(kept, self._width, idle))
         self._width = 0
+
+    def _unread(self, states: SavedStates, tokens: int) -> None:
+        """Take the last tokens of every row back: the rest of what was read since the states were saved is pending."""
+        if tokens:
+            unread = self._replay.take_back(tokens)
+            self._carry_out(self.slots.take_back([unread] * self.batch_size))
+            states.restore()
 
     def append(self, texts: Trees, idle: Collection[int] = ()) -> torch.Tensor:
         """Append a text to every row and commit it: the logits `[B, V]` after each."""
         parents = [list(range(-1, len(text) - 1)) for text in texts]
         last = [len(text) - 1 for text in texts]
-        if len(set(last)) == 1:
+        if self._states is not None:
+            logits = self._read(self._states, texts, may_be_undone=False).logits[:, -1]
+        elif len(set(last)) == 1:
             self._width = len(texts[0])
             logits = self.forwards.last_logits(self._inputs(texts, parents))
         else:
@@ -236,14 +290,29 @@ class CachedModel:
 
     def extend(self, tokens: Sequence[int], idle: Collection[int] = ()) -> torch.Tensor:
         """Append one token to every row and score it: logits `[B, V]`. `take_back` undoes it."""
+        if self._states is not None:
+            return self._read(self._states, [[token] for token in tokens], may_be_undone=True).logits[:, -1]
         logits = self.forward([[token] for token in tokens], [[-1]] * len(tokens)).logits[:, -1]
         self.slots.extend(1, idle)
         return logits
 
     def take_back(self, counts: Sequence[int], idle: Collection[int] = ()) -> None:
         """Drop the last `counts[b]` tokens of every row. At most what `extend` added since the last commit."""
-        self._carry_out(self.slots.take_back(counts, idle))
+        if self._states is not None:
+            (tokens,) = set(counts)  # rows are in step
+            self._unread(self._states, tokens)
+        else:
+            self._carry_out(self.slots.take_back(counts, idle))
         self._width = 0
+
+    def catch_up(self) -> bool:
+        """Read what is pending, if anything is, so that the cache holds all committed tokens but the last."""
+        if not self.replayed or self._states is None:
+            return False
+        pending, self._replay.pending = self._replay.pending, [[] for _ in self._replay.pending]
+        self._read(self._states, pending, may_be_undone=False)
+        self.commit([range(len(row)) for row in pending])
+        return True
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""

@@ -33,6 +33,18 @@ class Output:
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
 
+    def after(self, tokens: int) -> Output:
+        """Without what belongs to the first tokens."""
+        if not tokens:
+            return self
+        return Output(
+            logits=self.logits[:, tokens:],
+            hidden={layer: states[:, tokens:] for layer, states in self.hidden.items()},
+            hidden_states=self.hidden_states and tuple(states[:, tokens:] for states in self.hidden_states),
+            attentions=self.attentions
+            and tuple(None if weights is None else weights[:, :, tokens:] for weights in self.attentions),
+        )
+
 
 class Forwards:
     """Runs the forwards of a model.
@@ -86,6 +98,7 @@ class Forwards:
             inputs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
         inputs.update(last_logits_only(self.model))
         logits = self.model(**inputs, return_dict=True).logits[:, -1]
+        kv.record_past(cache, True)
         kv.crop(cache, 0)
         return logits, cache, valid if any(padding) else None
 

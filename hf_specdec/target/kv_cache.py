@@ -1,4 +1,4 @@
-"""Commit and rollback: the only file that touches the layers of a transformers KV cache.
+"""Commit and rollback: with `recurrent.py` the only file that touches the layers of a transformers KV cache.
 
 After a forward over a block of n nodes the cache holds n new slots for every row. `commit` keeps the slots of each
 row's accepted path, in order, and drops the rest. Rows that keep fewer than the longest leave a hole, or are shifted
@@ -25,7 +25,8 @@ from transformers.cache_utils import (
 )
 
 from ..errors import UnsupportedCacheError
-from ..host.caches import DummyLayer, LinearAttentionLayer, RecordingWindowLayer
+from ..host.caches import DummyLayer, IndexedLayer, LinearAttentionLayer, RecordingWindowLayer
+from .recurrent import holds_all_keys, keeps_states
 
 # Layers whose slots this file knows how to move. Subclasses may keep more state, so they do not count.
 _MOVABLE = (
@@ -63,19 +64,19 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
     Layers with a convolution or recurrent state only know what they are after a first forward.
     """
     for index, layer in enumerate(cache.layers):
-        if type(layer) not in (*_MOVABLE, LinearAttentionLayer):
-            croppable = False  # it may hold more than keys, values and a convolution
-        elif isinstance(layer, StaticSlidingWindowLayer):
+        if isinstance(layer, StaticSlidingWindowLayer):
             # slots are overwritten once the window is full; until then they can be dropped
             croppable = layer.max_cache_len >= total_slots
-        elif type(layer) is StaticLayer:
+        elif type(layer) is StaticLayer or keeps_states(layer) or _never_ran(layer):
             croppable = True
+        elif type(layer) not in (*_MOVABLE, LinearAttentionLayer, IndexedLayer):
+            croppable = False  # it may hold more than keys, values and a convolution
         else:
             croppable = bool(getattr(layer, "is_croppable", False))
         if not croppable:
             raise UnsupportedCacheError(
                 f"Layer {index} of the cache of {model_name} is a {type(layer).__name__}, which cannot drop tokens "
-                "again (it holds a recurrent state, an index, quantized keys, or a full static window). Use "
+                "again (it holds a state of its own, quantized keys, or a full static window). Use "
                 "cache_implementation='dynamic', another model, or on_unsupported='plain'."
             )
 
@@ -83,11 +84,18 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
 def record_past(cache: Cache, on: bool) -> None:
     """Let sliding windows keep what a rollback needs until the next commit, or stop doing so."""
     for layer in cache.layers:
+        if keeps_states(layer) or _never_ran(layer):
+            continue  # what cannot be recorded is copied (see `recurrent`)
         if type(layer) in (DynamicSlidingWindowLayer, RecordingWindowLayer):
             # the same layer, by a class that may record over several forwards (see `host.caches`)
             layer.__class__ = RecordingWindowLayer if on else DynamicSlidingWindowLayer
         if hasattr(layer, "record_past"):
             layer.record_past = on
+
+
+def _never_ran(layer: Any) -> bool:
+    """Whether a layer with convolution or recurrent states has none, as where only a part of the model runs."""
+    return type(layer) is LinearAttentionLayer and not any(layer.is_conv_states_initialized.values())
 
 
 def is_movable(cache: Cache) -> bool:
@@ -107,8 +115,11 @@ def capacity(cache: Cache) -> int | None:
 
 
 def slots(cache: Cache) -> int:
-    """Slots in use."""
-    return int(cache.get_seq_length())
+    """Slots in use; 0 where no layer has keys."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # recurrent layers only
+        return 0
 
 
 def mask_size(cache: Cache, layer_index: int, width: int) -> tuple[int, int]:
@@ -117,13 +128,15 @@ def mask_size(cache: Cache, layer_index: int, width: int) -> tuple[int, int]:
 
 
 def crop(cache: Cache, tokens: int) -> None:
-    """Drop the last `tokens` slots of every row; trim sliding windows to their size."""
+    """Drop the last `tokens` slots of every row; trim sliding windows to their size. States stay as they are."""
     for layer in cache.layers:
-        if not getattr(layer, "is_initialized", True):
+        if not getattr(layer, "is_initialized", True) or _never_ran(layer):
             continue  # a part of a model has layers that never run
         if isinstance(layer, StaticLayer):
             _shorten(layer, tokens)
-        else:
+        elif holds_all_keys(layer):
+            DynamicLayer.crop(layer, -tokens)  # type: ignore[arg-type]
+        elif not keeps_states(layer):
             layer.crop(-tokens)  # type: ignore[union-attr]
 
 

@@ -1,15 +1,19 @@
 """What a model can take part in, found out by trying: token trees, only chains, or nothing.
 
-Some architectures accept a tree mask and silently ignore it. So the first use of a model compares the scores of a
-small tree, before and after a rollback, with the scores of the same tokens in a row.
+Some architectures accept a tree mask and silently ignore it; hooks may treat a step of one token differently from a
+block. So the first use of a model compares the scores of a small tree, before and after a rollback, with those that the
+same tokens get in steps of their own, as in plain decoding.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from ..host.generate import CACHE_KEY
@@ -19,10 +23,14 @@ from ..sampling import forked_generators
 from . import kv_cache as kv
 from .cached_model import CachedModel
 from .halves import Halves
+from .recurrent import has_states, shift_states
 from .support import Support, check_structure, mask_kinds
 
 # what a model may raise when a forward is not made for it
 _FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError)
+# added to recurrent states: some models leave them out where a forward has several tokens, and with small weights that
+# hardly shows otherwise
+_LARGE_STATE = 10.0
 
 
 def support(model: Any) -> Support:
@@ -74,6 +82,8 @@ def _examine(model: Any) -> Support:
             f"{type(model).__name__} failed the self-test with {type(error).__name__}: {error}. Leave out "
             "speculative_mode, or pass on_unsupported='plain'."
         ) from error
+    if has_states(cache):
+        return _examine_replay(model, reference)
     movable = kv.is_movable(cache)
     if masks and movable:
         trees = Support(trees=True, movable=True, masks=masks)
@@ -85,6 +95,22 @@ def _examine(model: Any) -> Support:
             return replace(trees, movable=reference.rows_agree(trees))
         why = why or "the self-test's tree scores differ from sequential scores"
     return _examine_chains(model, reference, movable, why or "its cache layers cannot be rearranged")
+
+
+def _examine_replay(model: Any, reference: _Reference) -> Support:
+    """What is left for a model with recurrent states: chains, whose tokens are read again after a rejection."""
+    replay = Support(trees=False, movable=False, masks=(), why="a recurrent state reads one text", replays=True)
+    try:
+        agrees = reference.replay_agrees(replay)
+    except _FOREIGN:
+        agrees = False
+    if not agrees:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps a recurrent state, and a forward over several tokens does not go on from "
+            "it as single steps do, so drafts cannot be verified. Leave out speculative_mode, or pass "
+            "on_unsupported='plain'."
+        )
+    return replay
 
 
 def _examine_chains(model: Any, reference: _Reference, movable: bool, why: str) -> Support:
@@ -104,41 +130,53 @@ def _examine_chains(model: Any, reference: _Reference, movable: bool, why: str) 
 
 
 class _Reference:
-    """Scores of two short continuations of one prompt, from one forward without a cache."""
+    """Scores of two short continuations of one prompt, token by token, as plain decoding computes them."""
 
     # (tokens are chosen apart from one another and away from the special ids at the ends of most vocabularies)
     PROMPT, LONG, SHORT = 4, 4, 2  # prompt; root, a, b, c; root, d
 
     def __init__(self, model: Any, config: Any) -> None:
         self.model, self.config = model, config
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         vocabulary = config.vocab_size
         ids = [(vocabulary // 3 + 7 * i) % vocabulary for i in range(self.PROMPT + self.LONG + 1)]
         self.prompt, (self.root, self.a, self.b, self.c, self.d) = ids[: self.PROMPT], ids[self.PROMPT :]
-        device = model.device
-        rows = torch.tensor(
-            [
-                [*self.prompt, self.root, self.a, self.b, self.c],
-                [*self.prompt, self.root, self.d, self.b, self.c],
-            ],
-            device=device,
-        )
-        logits = model(input_ids=rows, use_cache=False).logits.float()
-        self.long, self.short = logits[0, self.PROMPT :], logits[1, self.PROMPT :]
+        rows = [[self.root, self.a, self.b, self.c], [self.root, self.d, self.b, self.c]]
+        self.long, self.short = self._steps(rows)
         reduced = model.dtype in (torch.float16, torch.bfloat16)
         # Root mean square, relative to the spread of the scores. Rounding in bfloat16 comes to 0.07 on a real model, a
         # mask that is ignored to 0.96.
         self.tolerance = (0.25 if reduced else 1e-3) * float(self.long.std().clamp(min=1e-6))
 
-    def prefill(self) -> Any:
-        """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
-        cache = kv.new_cache(self.config)
-        ids = torch.tensor([self.prompt], device=self.model.device)
-        output = self.model(input_ids=ids, use_cache=True, **{CACHE_KEY: cache})
+    def _steps(self, rows: Sequence[Sequence[int]], state: float = 0.0) -> torch.Tensor:
+        """`[B, n, V]`: the scores after each of these rows' tokens, in steps of one; `state` is added to states."""
+        cache, scores = DynamicCache(config=self.config), []
+        self._forward([self.prompt] * len(rows), 0, cache)
+        shift_states(cache, state)
+        for position, column in enumerate(zip(*rows, strict=True), start=self.PROMPT):
+            scores.append(self._forward([[token] for token in column], position, cache)[:, -1])
+        return torch.stack(scores, dim=1).float()
+
+    def _forward(self, rows: Sequence[Sequence[int]], start: int, cache: Any) -> torch.Tensor:
+        """Scores `[B, n, V]` of a forward over rows of tokens that begin at this position."""
+        model = self.model
+        ids = torch.tensor([list(row) for row in rows], device=model.device)
+        inputs: dict[str, Any] = {"input_ids": ids, CACHE_KEY: cache}
+        if self._takes_positions:
+            inputs["position_ids"] = torch.arange(start, start + ids.shape[1], device=model.device).expand_as(ids)
+        output = model(**inputs, use_cache=True)
         if output.get(CACHE_KEY) is None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} returns no cache, so drafts cannot be rolled back. Leave out "
                 "speculative_mode, or pass on_unsupported='plain'."
             )
+        return output.logits
+
+    def prefill(self) -> Any:
+        """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
+        cache = kv.new_cache(self.config)
+        self._forward([self.prompt], 0, cache)
+        kv.record_past(cache, True)
         try:
             kv.check_rollback(cache, type(self.model).__name__, total_slots=self.PROMPT + self.LONG)
         except UnsupportedCacheError as error:
@@ -199,6 +237,29 @@ class _Reference:
             and self._agree(first[3], self.short[1])
             and self._agree(after[0], self.long[3])
         )
+
+    def replay_agrees(self, support: Support) -> bool:
+        runner = self._runner(support)
+        # root -> a -> d: keep root, a; b -> d: keep b, having read root and a again; then c, after all three
+        first = runner.forward([[self.root, self.a, self.d]], [[-1, 0, 1]]).logits[0]
+        runner.commit([[0, 1]])
+        second = runner.forward([[self.b, self.d]], [[-1, 0]]).logits[0]
+        runner.commit([[0]])
+        third = runner.forward([[self.c]], [[-1]]).logits[0]
+        runner.commit([[0]])
+        return (
+            self._agree(first[:2], self.long[:2])
+            and self._agree(second[:1], self.long[2:3])
+            and self._agree(third, self.long[3:4])
+            and self._block_reads_states(support)
+        )
+
+    def _block_reads_states(self, support: Support) -> bool:
+        """Whether a block goes on from states that are too large to be overlooked."""
+        runner = self._runner(support)
+        shift_states(runner.cache, _LARGE_STATE)
+        block = runner.forward([[self.root, self.a]], [[-1, 0]]).logits[0]
+        return self._agree(block, self._steps([[self.root, self.a]], _LARGE_STATE)[0])
 
     def chain_agrees(self, support: Support) -> bool:
         runner = self._runner(support)

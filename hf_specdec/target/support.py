@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..host.models import WINDOW_ENTRIES, attention_of, has_recurrent_state, text_config
+from ..host.models import WINDOW_ENTRIES, attention_of, takes_cache, text_config
 
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
@@ -38,6 +38,8 @@ class Support:
     movable: bool
     masks: tuple[MaskKind, ...]
     why: str | None = None
+    # recurrent states are put back after a rejected draft, and the tokens that were kept are read again
+    replays: bool = False
 
 
 def check_structure(model: Any) -> None:
@@ -53,9 +55,10 @@ def check_structure(model: Any) -> None:
             "tokens of their own before the prompt), so its later forwards cannot be made here. Leave out "
             "speculative_mode, or pass on_unsupported='plain'."
         )
-    if has_recurrent_state(model):
+    if not takes_cache(model):
         raise UnsupportedModelError(
-            f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. {remedy}"
+            f"{name} keeps its state in an object of its own instead of a transformers `Cache`, so a rejected draft "
+            f"cannot be rolled back. {remedy}"
         )
     if model.training and _has_dropout(model):
         raise UnsupportedModelError(
