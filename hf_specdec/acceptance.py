@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import InvalidSettingError
+from .errors import AcceptanceRuleError, InvalidSettingError
 from .sampling import Selection
 
 
@@ -41,6 +41,21 @@ class Choice:
 
     token: int
     node: int | None
+
+
+def check_choices(choices: Sequence[Choice], offers: Sequence[Offer], vocab_size: int) -> None:
+    """Raise `AcceptanceRuleError` unless these are choices from these offers: rules are open to users."""
+    if not isinstance(choices, list) or len(choices) != len(offers):
+        raise AcceptanceRuleError(f"an acceptance rule must return a list of {len(offers)} choices, got {choices!r}")
+    for choice, offer in zip(choices, offers, strict=True):
+        if not isinstance(choice, Choice) or type(choice.token) is not int or not 0 <= choice.token < vocab_size:
+            raise AcceptanceRuleError(f"an acceptance rule chose {choice!r}: no token of a vocabulary of {vocab_size}")
+        carried = choice.node is None or (choice.node, choice.token) in zip(offer.nodes, offer.tokens, strict=True)
+        if not carried:
+            raise AcceptanceRuleError(
+                f"an acceptance rule chose {choice!r}, but the nodes offered, with their tokens, were "
+                f"{dict(zip(offer.nodes, offer.tokens, strict=True))}"
+            )
 
 
 class Choose(Protocol):

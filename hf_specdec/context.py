@@ -45,6 +45,8 @@ class Context:
     selection: Selection
     # [B, P]: the prompts as the processors see them, with their padding
     padded_prompts: torch.Tensor
+    # V, of the target's logits; None until they are known
+    vocab_size: int | None = None
 
     @property
     def batch_size(self) -> int:
@@ -81,13 +83,17 @@ class Context:
         selection, logits = self.selection, logits.to(self.device, torch.float32)
         if not selection.processors or not selection.is_row_wise:
             return logits.softmax(-1)
+        # processors are made for the target's vocabulary, of which a drafter may know only the beginning
+        known = logits.shape[-1]
+        if self.vocab_size is not None and known < self.vocab_size:
+            logits = torch.nn.functional.pad(logits, (0, self.vocab_size - known), value=-torch.inf)
         if selection.is_context_free:
-            return selection.process(self.padded_prompts, logits, None).softmax(-1)
+            return selection.process(self.padded_prompts, logits, None).softmax(-1)[:, :known]
         scores = [
             selection.process(self.input_ids(row, path), logits[i : i + 1], [row])
             for i, (row, path) in enumerate(zip(rows, drafted, strict=True))
         ]
-        return torch.cat(scores).softmax(-1)
+        return torch.cat(scores).softmax(-1)[:, :known]
 
     def pick(
         self,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from . import tree
-from .errors import DraftError
+from .errors import ConfigurationError, DraftError
 
 # what the LM head is given, among the numbers of layers in a `HiddenRequest`
 LAST_HIDDEN = -1
@@ -33,6 +33,23 @@ class HiddenRequest:
     prompt_layers: tuple[int, ...] | None = None
     # positions of the prompts, counted from their ends; None reads all of them
     prompt_positions: tuple[int, ...] | None = (-1,)
+
+    def __post_init__(self) -> None:
+        entries = {
+            "layers": self.layers,
+            "prompt_layers": self.prompt_layers,
+            "prompt_positions": self.prompt_positions,
+        }
+        for name, entry in entries.items():
+            if entry is None and name != "layers":
+                continue
+            if not isinstance(entry, tuple) or not all(type(value) is int for value in entry):
+                raise ConfigurationError(f"{name} of a HiddenRequest must be a tuple of whole numbers, got {entry!r}.")
+        if any(position >= 0 for position in self.prompt_positions or ()):
+            raise ConfigurationError(
+                f"prompt_positions of a HiddenRequest count from the end, so they are negative; got "
+                f"{self.prompt_positions}."
+            )
 
     @property
     def of_prompt(self) -> tuple[int, ...]:

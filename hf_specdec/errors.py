@@ -16,10 +16,11 @@
     ├── AdapterError (ValueError)               draft heads are missing, broken, or another model's
     ├── TrainingDataError (ValueError)          prompts or stored answers cannot be trained on
     ├── DraftError (ValueError)                 a drafter returned something malformed
+    ├── AcceptanceRuleError (ValueError)        an acceptance rule did
     ├── AnalysisError (ValueError)              a formula was asked outside its domain
     └── ModelWheelError                         the demo's model is not installed
 
-All of them but `DraftError` and `TrainingDataError` are raised before the model runs.
+All of them but `DraftError`, `AcceptanceRuleError` and `TrainingDataError` are raised before the model runs.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class TrainingDataError(SpeculationError, ValueError):
 
 class DraftError(SpeculationError, ValueError):
     """A drafter returned a draft that is malformed."""
+
+
+class AcceptanceRuleError(SpeculationError, ValueError):
+    """An acceptance rule returned a choice that is malformed."""
 
 
 class AnalysisError(SpeculationError, ValueError):

@@ -8,7 +8,6 @@ criteria, and we decode.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +24,21 @@ from .decoding.experience import experience_of
 from .decoding.loop import Task, decode
 from .decoding.stats import publish
 from .drafter import Drafter
-from .errors import ConflictingArgumentsError, UnsupportedError
-from .host.generate import CACHE_KEY, decode_plainly, resolved_generation_config
-from .modes import Mode, Request, get_mode
+from .errors import ConfigurationError, ConflictingArgumentsError, UnsupportedError
+from .host.generate import (
+    CACHE_KEY,
+    decode_plainly,
+    named_arguments,
+    named_parameters,
+    resolved_generation_config,
+)
+from .host.peft_calls import remove_hooks_of_call
+from .modes import NO_MODE, Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
 from .target import kv_cache as kv
 from .target.hidden import check_hidden
 from .target.selftest import support
-from .target.support import Support, check_length, check_structure
-
-NO_MODE = "none"
+from .target.support import Support, check_length, check_steps, check_structure
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
@@ -65,7 +69,11 @@ def generate(original: Callable, model: Any, args: tuple, kwargs: dict[str, Any]
     kwargs.pop("speculative_config", None)
     if mode is None or isinstance(kwargs.get("custom_generate"), _Decoder):
         return original(model, *args, **kwargs)
-    return _Call(original, model, args, kwargs, mode, settings).run()
+    try:
+        return _Call(original, model, args, kwargs, mode, settings).run()
+    except BaseException:
+        remove_hooks_of_call(model)
+        raise
 
 
 def speculative(original: Callable) -> Callable:
@@ -101,10 +109,7 @@ class _Call:
         self, original: Callable, model: Any, args: tuple, kwargs: dict[str, Any], mode: Any, settings: Any
     ) -> None:
         self.original, self.model = original, model
-        bound = inspect.signature(inspect.unwrap(original)).bind(model, *args, **kwargs)
-        self.arguments = dict(bound.arguments)
-        self.arguments.pop("self", None)
-        self.arguments.update(self.arguments.pop("kwargs", {}))
+        self.arguments = named_arguments(original, model, args, kwargs)
         self.mode, self.drafter = _resolve(mode)
         self.config = make_config(self.mode.config, settings, self.mode.name)
 
@@ -123,6 +128,7 @@ class _Call:
         """Arguments for the original, its `custom_generate` included. Checks all that can be checked before it."""
         model, arguments = self.model, dict(self.arguments)
         check_structure(model)
+        check_steps(model)
         check_arguments(arguments, self.mode.name, self.mode.needs_assistant)
         streamer = arguments.get("streamer")
         tokenizer = arguments.pop("tokenizer", None)
@@ -136,13 +142,15 @@ class _Call:
             self._stop_at_strings(arguments, resolved, tokenizer)
         abilities = support(model)
         drafter = self.drafter or self.mode.build(Request(model, assistant_model), self.config)
+        if not isinstance(drafter, Drafter):
+            raise ConfigurationError(f"Mode {self.mode.name!r} built {drafter!r}, which is no Drafter.")
         check_hidden(model, drafter.hidden)
         arguments["custom_generate"] = _Decoder(self, drafter, abilities, streamer)
         return self._without_mode(arguments)
 
     def _resolved(self, arguments: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
         """The generation config as `generate` will see it, and the keyword arguments that are the model's."""
-        named = set(inspect.signature(inspect.unwrap(self.original)).parameters)
+        named = named_parameters(self.original)
         rest = {name: value for name, value in arguments.items() if name not in named}
         rest.pop("trust_remote_code", None)
         return resolved_generation_config(self.model, arguments.get("generation_config"), rest)

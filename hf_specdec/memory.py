@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .host.models import attention_of, text_config
+from .host.models import attention_of, execution_device, plain_settings, text_config
 from .host.modules import changes_of_forwards
 
 Found = TypeVar("Found")
@@ -23,13 +23,17 @@ _lock = threading.Lock()
 def state_of(model: Any) -> tuple:
     """What a finding about a model may depend on; another state asks for another test.
 
-    Attention back end, dtype, device, mode, number of threads, adapters, hooks, and forwards put on its modules.
+    Settings of its config, attention back end, dtype, autocast, device, number of threads; of its modules the classes,
+    whether they are in training mode, adapters, hooks, and forwards put on them. What a hook itself remembers cannot be
+    seen.
     """
+    config, device = text_config(model), execution_device(model)
     return (
-        attention_of(text_config(model)),
+        attention_of(config),
+        plain_settings(config),
         model.dtype,
-        str(model.device),
-        model.training,
+        str(device),
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         torch.get_num_threads(),
         changes_of_forwards(model),
     )

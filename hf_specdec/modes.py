@@ -12,8 +12,11 @@ from transformers import GenerationConfig
 
 from .config import SpeculativeConfig, make_config
 from .drafter import Drafter
-from .errors import UnknownModeError
+from .errors import ConfigurationError, UnknownModeError
 from .host.generate import keep_own_entries
+
+# asks for plain decoding
+NO_MODE = "none"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,15 @@ _modes: dict[str, Mode] = {}
 
 
 def register_mode(mode: Mode) -> None:
-    """Make `speculative_mode=mode.name` available (replacing a mode of that name)."""
+    """Make `speculative_mode=mode.name` available (replacing a mode of that name).
+
+    Raises:
+        ConfigurationError: its name is none, or its config is no `SpeculativeConfig`.
+    """
+    if not isinstance(mode.name, str) or not mode.name or mode.name == NO_MODE:
+        raise ConfigurationError(f"A mode cannot be called {mode.name!r}; choose another name.")
+    if not isinstance(mode.config, type) or not issubclass(mode.config, SpeculativeConfig):
+        raise ConfigurationError(f"The config of mode {mode.name!r} must be a subclass of SpeculativeConfig.")
     _modes[mode.name] = mode
 
 
@@ -68,7 +79,7 @@ def get_mode(name: Any) -> Mode:
     if not isinstance(name, str) or name not in _modes:
         nearest = get_close_matches(str(name), mode_names(), n=1)
         meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        known = ", ".join([*mode_names(), "none"])
+        known = ", ".join([*mode_names(), NO_MODE])
         raise UnknownModeError(f"Unknown speculative_mode {name!r}.{meant} Known modes: {known}; or pass a Drafter.")
     return _modes[name]
 

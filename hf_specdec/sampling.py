@@ -158,7 +158,9 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
     """Leave the default generators, the CPU's and the device's, as they are, whatever is drawn inside."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)  # type: ignore[list-item]
 
 
 @cache
@@ -170,7 +172,8 @@ def tape_matches_multinomial(device: torch.device, trials: int = 8, vocabulary: 
     before = generator_state(device)
     try:
         with torch.random.fork_rng(devices=[]):
-            logits = torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
+            generator = torch.Generator("cpu").manual_seed(0)
+            logits = torch.randn(2, vocabulary, generator=generator, device="cpu").to(device)
         probabilities = logits.softmax(-1)
         for _ in range(trials):
             start = generator_state(device)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import prompt
 from peft import PeftModel, get_peft_model
+from transformers import GenerationConfig, GenerationMixin
 
 import hf_specdec
+from hf_specdec.generation import speculative
 from hf_specdec.heads import MedusaConfig, find_heads
 from hf_specdec.host import wrapping
 from hf_specdec.install import WRAPPED
@@ -298,6 +302,47 @@ def test_somebody_elses_wrapper_over_ours_stays(monkeypatch: pytest.MonkeyPatch)
     assert Base.method is theirs
     assert Base().method(1) == "<Base 1!>", "ours is on again, and once"
     wrapping.unwrap(Base, "method")
+
+
+def test_a_wrapper_over_ours_that_does_not_say_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Base, "method", vars(Base)["method"])
+    wrapping.wrap(Base, "method", shouting)
+    ours = Base.method
+
+    def theirs(self, *args, **kwargs):
+        return "<" + ours(self, *args, **kwargs) + ">"
+
+    Base.method = theirs  # type: ignore[method-assign]
+    wrapping.unwrap(Base, "method")
+    assert Base().method(1) == "<Base 1>", "ours passes calls on"
+    wrapping.wrap(Base, "method", shouting)
+    assert Base.method is theirs
+    assert Base().method(1) == "<Base 1!>"
+    wrapping.unwrap(Base, "method")
+
+
+def test_generate_wrapped_by_others_who_take_any_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before our import, or over ours: arguments keep their names, positional ones too."""
+    model = tiny_model("llama")
+    ids = prompt(1)["input_ids"]
+    plain = model.generate(ids, max_new_tokens=6)
+    inner = inspect.unwrap(GenerationMixin.generate)
+
+    def theirs(self, *a, **k):
+        return inner(self, *a, **k)
+
+    monkeypatch.setattr(type(model), "generate", speculative(theirs), raising=False)
+    config = GenerationConfig(max_new_tokens=6, eos_token_id=2, pad_token_id=0)
+    for args, kwargs in (
+        ((ids, config), {}),
+        ((ids,), {"max_new_tokens": 6}),
+        ((), {"inputs": ids, "max_new_tokens": 6}),
+    ):
+        with hf_specdec.record() as stats:
+            assert model.generate(*args, speculative_mode="prompt_lookup", **kwargs).tolist() == plain.tolist()
+        assert stats.calls == 1
+    with pytest.raises(TypeError, match="several values for inputs"):
+        model.generate(ids, inputs=ids, speculative_mode="prompt_lookup")
 
 
 def test_a_module_that_fails_to_import_is_waited_for_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

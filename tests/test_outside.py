@@ -15,7 +15,7 @@ from conftest import assert_same, model_of, prompt, run, texts_of
 from outside import rule
 
 import hf_specdec
-from hf_specdec.errors import InvalidSettingError
+from hf_specdec.errors import ConfigurationError, InvalidSettingError
 from hf_specdec.testing import ScriptedDrafter
 
 TESTS = Path(__file__).resolve().parent
@@ -78,6 +78,43 @@ def test_a_rule_that_says_that_it_is_lossy_warns_and_has_no_tape() -> None:
     with pytest.warns(UserWarning, match="'even_lossy' is lossy"), hf_specdec.record() as stats:
         run(model, inputs, max_new_tokens=8, do_sample=True, **asked)
     assert not stats.lossless
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (hf_specdec.Mode("none", hf_specdec.SpeculativeConfig, lambda request, config: None), "called 'none'"),
+        (hf_specdec.Mode(3, hf_specdec.SpeculativeConfig, lambda request, config: None), "called 3"),  # type: ignore
+        (hf_specdec.Mode("mine", dict, lambda request, config: None), "a subclass of SpeculativeConfig"),  # type: ignore
+    ],
+)
+def test_modes_that_cannot_be_registered(mode: hf_specdec.Mode, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        hf_specdec.register_mode(mode)
+
+
+def test_a_mode_that_builds_no_drafter() -> None:
+    hf_specdec.register_mode(hf_specdec.Mode("empty", hf_specdec.SpeculativeConfig, lambda request, config: None))
+    try:
+        with pytest.raises(ConfigurationError, match="Mode 'empty' built None, which is no Drafter"):
+            run(model_of("llama"), prompt(1), max_new_tokens=4, speculative_mode="empty")
+    finally:
+        hf_specdec.unregister_mode("empty")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": [1]}, "layers of a HiddenRequest must be a tuple"),
+        ({"layers": 1}, "layers of a HiddenRequest"),
+        ({"layers": ("1",)}, "layers of a HiddenRequest"),
+        ({"prompt_positions": (5,)}, "count from the end"),
+        ({"prompt_layers": (None,)}, "prompt_layers of a HiddenRequest"),
+    ],
+)
+def test_requests_of_hidden_states_are_checked(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        hf_specdec.HiddenRequest(**fields)
 
 
 def test_a_rule_that_is_not_registered() -> None:

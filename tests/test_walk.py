@@ -10,11 +10,12 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import stopping_criteria as host_criteria
 
-from hf_specdec.acceptance import Choice
+from hf_specdec.acceptance import Choice, Offer, check_choices
 from hf_specdec.decoding.pace import Facts, Pace, choose_pace
 from hf_specdec.decoding.transcript import Outputs, Transcript
 from hf_specdec.decoding.walk import Walk
 from hf_specdec.draft import Draft, Scores
+from hf_specdec.errors import AcceptanceRuleError
 from hf_specdec.rules.coupled import Coupled
 from hf_specdec.sampling import NoiseTape, Selection
 
@@ -152,6 +153,27 @@ def test_the_rule_sees_the_children_of_the_node_that_was_reached() -> None:
     verdict = walking([[0, 1]], choose=choose)(draft, scored(draft))
     assert offered == [(0, None, [2], q[0, 1].tolist()), (1, None, [3], q[0, 2].tolist())]
     assert verdict.committed == [[2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (None, "a list of 1 choices, got None"),
+        ([], "a list of 1 choices"),
+        ([Choice(-1, None)], "no token of a vocabulary of 97"),
+        ([Choice(97, None)], "no token of a vocabulary of 97"),
+        ([Choice(torch.tensor(5), None)], "no token of"),
+        ([(5, None)], "no token of"),
+        ([Choice(5, 3)], r"the nodes offered, with their tokens, were \{1: 5, 2: 6\}"),
+        ([Choice(5, 2)], "the nodes offered"),
+    ],
+)
+def test_choices_of_a_rule_are_checked(choices: Any, message: str) -> None:
+    offers = [Offer(nodes=[1, 2], tokens=[5, 6])]
+    with pytest.raises(AcceptanceRuleError, match=message):
+        check_choices(choices, offers, 97)
+    check_choices([Choice(6, 2)], offers, 97)
+    check_choices([Choice(5, None)], offers, 97)
 
 
 def test_streamed_and_returned_steps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..host.models import execution_device
 from ..memory import remembered, state_of
 from .cost import CostModel
 
@@ -79,4 +80,4 @@ class Experience:
 def experience_of(model: Any, mode: str) -> Experience:
     """What is known of this mode on this model in its state: device, dtype, threads, adapters, hooks."""
     key = (mode, state_of(model))
-    return remembered(model, "experience", key, lambda: Experience(CostModel(model.device.type)))
+    return remembered(model, "experience", key, lambda: Experience(CostModel(execution_device(model).type)))

@@ -27,6 +27,7 @@ from ..draft import Budget, Draft, Scores, Verdict, check_draft
 from ..drafter import Drafter
 from ..host.caches import is_users_own
 from ..host.generate import CACHE_KEY, decoder_only_output, optimized_for_decoding, pad_token
+from ..host.models import embedding_size
 from ..sampling import NoiseTape, Selection, generator_state, set_generator_state
 from ..target import kv_cache as kv
 from ..target.cached_model import CachedModel
@@ -96,6 +97,9 @@ def decode(task: Task) -> Decoded:
     decoding = Decoding(task)
     try:
         decoding.run()
+    except BaseException:
+        decoding.drop_uncommitted()
+        raise
     finally:
         kv.record_past(task.cache, False)
         decoding.rewind_noise()
@@ -156,7 +160,7 @@ class Decoding:
             calls=1,
             rows=[RowStats() for _ in range(self.transcript.batch_size)],
         )
-        self._vocab_size = task.model.get_input_embeddings().num_embeddings
+        self._vocab_size = embedding_size(task.model)
 
     def _facts(self) -> Facts:
         task, mask, cache = self.task, self.task.mask, self.task.cache
@@ -223,8 +227,10 @@ class Decoding:
         )
         kv.record_past(cache, True)
         padding = None if task.mask is None else task.mask.bool()
-        self.target = CachedModel(task.model, task.support, cache, padding, self._next_position(cache), forwards)
+        positions, offsets = self._next_positions(cache)
+        self.target = CachedModel(task.model, task.support, cache, padding, positions, forwards, offsets)
         self.stats.prompt_forwards = 1
+        self.context.vocab_size = output.logits.shape[-1]
         scores = Scores(
             logits=output.logits[:, -1:],
             rows=list(self.target.rows),
@@ -232,18 +238,21 @@ class Decoding:
             hidden_states=output.hidden_states if self.outputs.hidden_states is not None else None,
             attentions=output.attentions if self.outputs.attentions is not None else None,
         )
-        with self._undisturbed():
-            self.drafter.attach(self.target, scores)
+        with self._undisturbed():  # (what it does to the logits is its own affair)
+            self.drafter.attach(self.target, replace(scores, logits=scores.logits.clone()))
         return scores
 
-    def _next_position(self, cache: Any) -> list[int]:
-        """Per row, the position after the prompt."""
+    def _next_positions(self, cache: Any) -> tuple[list[int], torch.Tensor | None]:
+        """Per row, the position after the prompt; where positions have D dimensions, offsets `[D, B]` from it."""
         batch, positions = self.transcript.batch_size, self.task.model_kwargs.get("position_ids")
+        if positions is not None and positions.dim() == 3:
+            after = (positions[:, :, -1] + 1).expand(-1, batch)
+            return after[0].tolist(), after - after[:1]
         if positions is not None:
-            return (positions[:, -1] + 1).expand(batch).tolist()
+            return (positions[:, -1] + 1).expand(batch).tolist(), None
         if self.task.mask is not None:
-            return self.task.mask.sum(-1).tolist()
-        return [kv.slots(cache)] * batch
+            return self.task.mask.sum(-1).tolist(), None
+        return [kv.slots(cache)] * batch, None
 
     def _budget(self) -> Budget:
         """How much may be drafted: what the controller allows, and what a static cache has room for."""
@@ -348,6 +357,11 @@ class Decoding:
             if tape is not None and tape.alone:
                 tape.catch_up()
 
+    def drop_uncommitted(self) -> None:
+        """Take drafted tokens out of the cache, which may be the user's own: for exceptions in mid-round."""
+        if hasattr(self, "target"):  # the prompts have been read
+            self.target.drop_uncommitted()
+
     def rewind_noise(self) -> None:
         """Put the generator where as many steps of plain sampling leave it."""
         if self.selection.tape is not None:
@@ -356,5 +370,5 @@ class Decoding:
 
 def _wait_for(tensor: torch.Tensor) -> None:
     """Let timings of accelerators mean something: the walk would wait here anyway."""
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..acceptance import Choose, Offer
+from ..acceptance import Choose, Offer, check_choices
 from ..draft import Draft, Scores, Verdict
 from ..sampling import Selection
 from .pace import Pace
@@ -112,7 +112,9 @@ class Walk:
             selection.tape.shape_from(processed)
         if self.outputs.any:
             self.outputs.record(processed, logits, *node_outputs(scores, walking.paths))
-        choices = self.choose(processed, [walking.offer(row) for row in group], length - transcript.prompt_length, rows)
+        offers = [walking.offer(row) for row in group]
+        choices = self.choose(processed, offers, length - transcript.prompt_length, rows)
+        check_choices(choices, offers, processed.shape[-1])
         for row, choice in zip(group, choices, strict=True):
             token, node = choice.token, choice.node
             if transcript.finished[row] and self.pace.pads_finished:
@@ -123,7 +125,7 @@ class Walk:
             walking.accepted[row] += node is not None
             walking.reached[row] = node
         if self.streamer is not None:
-            self.streamer.put(torch.tensor([walking.committed[row][-1] for row in group]))
+            self.streamer.put(torch.tensor([walking.committed[row][-1] for row in group], device="cpu"))
         self._judge(rows, group, length + 1)
 
     def _judge(self, rows: list[int] | None, group: list[int], length: int) -> None:

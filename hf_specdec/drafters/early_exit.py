@@ -27,6 +27,7 @@ from ..context import Context, DraftSampling
 from ..draft import Budget, Draft, HiddenRequest, Scores, Verdict
 from ..drafter import Drafter
 from ..errors import InvalidSettingError, UnsupportedModelError
+from ..host.models import execution_device
 from ..modes import Request
 from ..sampling import forked_generators
 from ..target.cached_model import CachedModel
@@ -268,7 +269,7 @@ class EarlyExitDrafter(Drafter):
 
     def _with_own_cache(self, exit_layer: int) -> AssistantDrafter:
         halves = Halves(self.model, exit_layer)
-        with forked_generators(self.model.device):
+        with forked_generators(execution_device(self.model)):
             try:
                 with halves.taken():
                     return AssistantDrafter(halves.below, AssistantConfig(draft_sampling=self.config.draft_sampling))

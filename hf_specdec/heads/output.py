@@ -117,9 +117,9 @@ class SharedOutput:
     def outputs(self) -> torch.Tensor:
         """`[V]`, on the CPU: the output that stands for each token, -1 where none does."""
         if self.token_map is None:
-            return torch.arange(self.vocab_size)
-        outputs = torch.full((self.vocab_size,), -1)
-        outputs[self.token_map.cpu()] = torch.arange(len(self.token_map))
+            return torch.arange(self.vocab_size, device="cpu")
+        outputs = torch.full((self.vocab_size,), -1, device="cpu")
+        outputs[self.token_map.cpu()] = torch.arange(len(self.token_map), device="cpu")
         return outputs
 
     @torch.no_grad()

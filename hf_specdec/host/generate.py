@@ -17,6 +17,50 @@ CACHE_KEY = (
     else "past_key_values"
 )
 
+# the arguments of `generate` in their order, `self` first; those of the model come besides
+GENERATE_PARAMETERS = (
+    "self",
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+)
+
+
+def named_arguments(generate: Any, model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `generate` by name, also where others have wrapped it and take just any.
+
+    Raises:
+        TypeError: there are too many, or one is given twice.
+    """
+    parameters = _parameters(generate)
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        names = list(GENERATE_PARAMETERS[1:])
+    if len(args) > len(names):
+        raise TypeError(f"generate() takes at most {len(names)} positional arguments, got {len(args)}")
+    positional = dict(zip(names, args, strict=False))
+    twice = positional.keys() & kwargs.keys()
+    if twice:
+        raise TypeError(f"generate() got several values for {', '.join(sorted(twice))}")
+    return {**positional, **kwargs}
+
+
+def named_parameters(generate: Any) -> set[str]:
+    """The parameters of a `generate` that are not the model's."""
+    return {*GENERATE_PARAMETERS, *(parameter.name for parameter in _parameters(generate))}
+
+
+def _parameters(generate: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(inspect.unwrap(generate)).parameters.values())
+
 
 def decoder_only_output(cache: Any, **fields: Any) -> GenerateDecoderOnlyOutput:
     """`GenerateDecoderOnlyOutput` with its cache under the name this version uses."""
@@ -50,6 +94,13 @@ def decode_plainly(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any
 def optimized_for_decoding(model: Any) -> AbstractContextManager[Any]:
     """What `generate` puts around its decoding loop."""
     return model._optimize_model_for_decode()
+
+
+def foreign_steps(model: Any) -> list[str]:
+    """Methods of the model that make the inputs of every step of `generate`, and are not transformers' own."""
+    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    methods = {name: getattr(model, name) for name in names}
+    return [name for name, method in methods.items() if (method.__module__ or "").split(".")[0] != "transformers"]
 
 
 def pad_token(generation_config: GenerationConfig) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 # config entries about windows that say which layers have one, or how wide it is
 WINDOW_ENTRIES = frozenset(
     {
@@ -15,6 +17,8 @@ WINDOW_ENTRIES = frozenset(
     }
 )
 
+_PLAIN = (bool, int, float, str, tuple)
+
 
 def text_config(model: Any) -> Any:
     """The config of the part that decodes text."""
@@ -24,6 +28,34 @@ def text_config(model: Any) -> Any:
 def attention_of(config: Any) -> str:
     """Name of the attention back end that a config asks for."""
     return config._attn_implementation
+
+
+def plain_settings(config: Any) -> tuple:
+    """The entries of a config that are numbers, words, or lists of them."""
+    entries = ((name, tuple(value) if isinstance(value, list) else value) for name, value in vars(config).items())
+    return tuple((name, value) for name, value in entries if isinstance(value, _PLAIN) and _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, tuple) or all(isinstance(entry, (bool, int, float, str)) for entry in value)
+
+
+def execution_device(model: Any) -> torch.device:
+    """Where the model takes its inputs: not where accelerate keeps weights that it loads when they are needed."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    found = next((device for device in devices if device is not None), None)
+    if found is None:
+        return model.device
+    return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+
+
+def embedding_size(model: Any) -> int:
+    """Number of tokens that the model has an embedding for."""
+    words = model.get_input_embeddings()
+    return int(getattr(words, "base_layer", words).weight.shape[0])  # (PEFT puts layers around it)
 
 
 def takes_cache(model: Any) -> bool:

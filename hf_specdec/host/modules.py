@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
+# forwards that were seen, numbered
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_counter = count()
 # the hooks of a module that can change what its forward computes
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -59,15 +65,17 @@ def watching_hook(module: nn.Module, hook: Callable[..., None], *, before: bool 
 
 
 def changes_of_forwards(model: Any) -> tuple:
-    """What was put on the modules of a model that can change its forward; equal only where nothing changed between.
+    """What can change the forward of a model's modules; equal only where nothing changed between.
 
     Hooks that only watch are left out: other threads put them on and take them off at any time.
     """
-    found: list[tuple] = []
+    found: list[tuple] = [tuple(hooks) for hooks in (_global_forward_hooks, _global_forward_pre_hooks)]
     module: Any
     for index, module in enumerate(model.modules()):
+        kind = type(module)
+        found.append((kind, module.training, _number_of(kind.forward)))
         if "forward" in module.__dict__:
-            found.append((index, id(module.__dict__["forward"])))
+            found.append((index, _number_of(module.__dict__["forward"])))
         for name in _HOOKS:
             hooks = module.__dict__[name]
             if hooks:
@@ -77,6 +85,19 @@ def changes_of_forwards(model: Any) -> tuple:
         if isinstance(getattr(type(module), "active_adapters", None), property):
             found.append((index, tuple(module.active_adapters), bool(module.disable_adapters)))
     return tuple(found)
+
+
+def _number_of(function: Any) -> tuple:
+    """Differs between two functions, also where the second came to lie where the first has been."""
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    try:
+        number = _numbers.get(function)
+        if number is None:
+            number = _numbers.setdefault(function, next(_counter))
+    except TypeError:  # neither hashable nor weakly referable
+        number = id(function)
+    return number, id(owner)
 
 
 def _watches(hook: Any) -> bool:

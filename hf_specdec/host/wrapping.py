@@ -17,6 +17,8 @@ from typing import Any
 Wrapper = Callable[[Callable, Any, tuple, dict[str, Any]], Any]
 
 _MARK = "_specdec_wrapping"
+# our wrappers, since one cannot be found below a wrapper that does not say what it wraps
+_made: dict[tuple[type, str], _Wrapping] = {}
 _lock = threading.RLock()
 
 
@@ -27,7 +29,7 @@ class _Wrapping:
         self.active = True
         self._own = name in vars(owner)
         self._attribute = inspect.getattr_static(owner, name)
-        original = getattr(self._attribute, "__func__", self._attribute)
+        self.original = original = getattr(self._attribute, "__func__", self._attribute)
 
         @functools.wraps(original)
         def method(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +44,7 @@ class _Wrapping:
         self.active = False
         if _function(owner, name) is not self._method:
             return
+        _made.pop((owner, name), None)
         if self._own:
             setattr(owner, name, self._attribute)
         else:
@@ -63,7 +66,9 @@ def _ours(owner: type, name: str) -> _Wrapping | None:
         if isinstance(found, _Wrapping):
             return found
         function = getattr(function, "__wrapped__", None)
-    return None
+    made = _made.get((owner, name))
+    # (where the original stands there again, somebody has put it back)
+    return made if made is not None and _function(owner, name) is not made.original else None
 
 
 def wrap(owner: type, name: str, wrapper: Wrapper) -> None:
@@ -77,7 +82,7 @@ def wrap(owner: type, name: str, wrapper: Wrapper) -> None:
     with _lock:
         ours = _ours(owner, name)
         if ours is None:
-            _Wrapping(owner, name, wrapper)
+            _made[owner, name] = _Wrapping(owner, name, wrapper)
         else:
             ours.active = True
 

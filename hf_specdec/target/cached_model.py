@@ -9,7 +9,7 @@ import torch
 
 from .. import tree
 from ..host.generate import CACHE_KEY
-from ..host.models import attention_of, text_config
+from ..host.models import attention_of, execution_device, text_config
 from . import kv_cache as kv
 from . import masks
 from .forward import Forwards, Output
@@ -33,6 +33,7 @@ class CachedModel:
         padding: `[B, slots]`, True where a slot holds a token; None where all do.
         next_position: per row, the position of the next token.
         forwards: what runs its forwards; None makes it.
+        offsets: `[D, B]`, of the model's positions of several dimensions (M-RoPE) from those; None where there is one.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CachedModel:
         padding: torch.Tensor | None,
         next_position: Sequence[int],
         forwards: Forwards | None = None,
+        offsets: torch.Tensor | None = None,
     ) -> None:
         self.model, self.support, self.cache = model, support, cache
         self.forwards = forwards or Forwards(model)
@@ -56,8 +58,9 @@ class CachedModel:
             # holes need masks made from what slots hold; windows and static caches have no slots to spare for them
             holes=support.trees and not self.has_windows and self.capacity is None,
             fixed=self.capacity is not None,
-            device=model.device,
+            device=execution_device(model),
         )
+        self._offsets = offsets
         self._width = 0  # nodes per row of the last forward, until they are committed
         self._split: SplitRound | None = None
         # where the cache has states that cannot be rolled back: their copy, and what must be read again
@@ -116,8 +119,9 @@ class CachedModel:
         if self._states is not None:
             may_be_undone = max(map(len, tokens)) > 1
             return self._read(self._states, tokens, may_be_undone, layers, **wanted)
+        output = self.forwards.block(self._inputs(tokens, parents), layers, **wanted)
         self._width = max(len(row) for row in tokens)
-        return self.forwards.block(self._inputs(tokens, parents), layers, **wanted)
+        return output
 
     def _read(
         self, states: SavedStates, tokens: Trees, may_be_undone: bool, layers: Sequence[int] = (), **wanted: Any
@@ -151,7 +155,7 @@ class CachedModel:
                 models make their own masks, so their masks are made here.
             depths: of the nodes, where they do not follow from the parents.
         """
-        width, device = max(len(row) for row in tokens), self.model.device
+        width, device = max(len(row) for row in tokens), execution_device(self.model)
         ids = torch.tensor([[*row, *[row[0]] * (width - len(row))][start:] for row in tokens], device=device)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: self.cache}
         if self.forwards.takes_positions:
@@ -162,6 +166,8 @@ class CachedModel:
                 ],
                 device=device,
             )
+            if self._offsets is not None:
+                inputs["position_ids"] = inputs["position_ids"] + self._offsets[:, :, None]
         chains = all(tree.is_chain(row) for row in parents)
         windows = self.support.trees and self.has_windows
         if layers is None and (width == 1 or (chains and not windows)):
@@ -274,6 +280,12 @@ class CachedModel:
             self._carry_out(self.slots.take_back([unread] * self.batch_size))
             states.restore()
 
+    def drop_uncommitted(self) -> None:
+        """Forget the last forward, and what ran through the layers below an exit, where nothing of it is committed."""
+        self.drop_lower_half()
+        if self._width:
+            self.commit([[]] * self.batch_size)
+
     def append(self, texts: Trees, idle: Collection[int] = ()) -> torch.Tensor:
         """Append a text to every row and commit it: the logits `[B, V]` after each."""
         parents = [list(range(-1, len(text) - 1)) for text in texts]
@@ -318,6 +330,8 @@ class CachedModel:
         """Go on with these rows only."""
         kv.select_rows(self.cache, rows)
         self.slots.select_rows(rows)
+        if self._offsets is not None:
+            self._offsets = self._offsets[:, list(rows)]
 
     def _carry_out(self, move: Move) -> None:
         if move.gather is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..host.models import execution_device
 from ..host.modules import as_type, children, runs_otherwise, with_children
 
 # numbers of rows that are tried from the left; others are filled up to one of them with zeros
@@ -87,7 +88,8 @@ def quick_on_few_rows(model: Any) -> Any:
     The model itself where there is nothing to gain: on other devices, in other dtypes. Modules whose `forward` was put
     on the object (accelerate's hooks) and compiled ones stay as they are.
     """
-    if model.device.type != "cpu" or model.dtype is not torch.float32 or not any(quickest(torch.get_num_threads())):
+    on_cpu = execution_device(model).type == "cpu" and model.dtype is torch.float32
+    if not on_cpu or not any(quickest(torch.get_num_threads())):
         return model
     return _quick(model) or model
 

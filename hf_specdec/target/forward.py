@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..host.generate import CACHE_KEY, prefill
-from ..host.models import last_logits_only, text_config
+from ..host.models import execution_device, last_logits_only, text_config
 from . import kv_cache as kv
 from .few_rows import quick_on_few_rows
 from .halves import Halves
@@ -87,7 +87,7 @@ class Forwards:
         """
         longest = max(map(len, texts))
         padding = [longest - len(text) for text in texts]
-        device = self.model.device
+        device = execution_device(self.model)
         ids = torch.tensor([[0] * pad + list(text) for text, pad in zip(texts, padding, strict=True)], device=device)
         valid = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
         cache = kv.new_cache(text_config(self.model))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..host.models import text_config
+from ..host.models import execution_device, text_config
 from ..host.modules import watching_hook
 from ..memory import remembered
 from ..sampling import forked_generators
@@ -151,8 +151,8 @@ def layer_tuple_length(model: Any) -> int | None:
 
         hook = watching_hook(layers[0], keep)
         try:
-            with forked_generators(model.device):
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+            with forked_generators(execution_device(model)):
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=execution_device(model)), use_cache=False)
         finally:
             hook.remove()
         return handover.tuple_length

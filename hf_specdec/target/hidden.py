@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..draft import LAST_HIDDEN, HiddenRequest
 from ..errors import UnsupportedModelError
-from ..host.models import text_config
+from ..host.models import execution_device, text_config
 from ..host.modules import watching_hook
 from ..memory import remembered, state_of
 from ..sampling import forked_generators
@@ -102,9 +102,9 @@ def check_hidden(model: Any, request: HiddenRequest) -> None:
 
     @torch.no_grad()
     def find() -> bool:
-        ids = torch.full((1, 2), text_config(model).vocab_size // 3, device=model.device)
+        ids = torch.full((1, 2), text_config(model).vocab_size // 3, device=execution_device(model))
         with (
-            forked_generators(model.device),
+            forked_generators(execution_device(model)),
             watch(model, sorted(layers)) as seen,
             watch(model, sorted(layers), None, of_prompt=whole_prompt) as of_prompt,
         ):

@@ -25,16 +25,17 @@ def visible(
             have no holes, so distances between slots are distances between positions.
     """
     batch, slots = past.shape
-    block = torch.zeros(batch, width, width, dtype=torch.bool)
-    depth = torch.zeros(batch, width, dtype=torch.long)
+    block = torch.zeros(batch, width, width, dtype=torch.bool, device="cpu")
+    depth = torch.zeros(batch, width, dtype=torch.long, device="cpu")
     for row, row_parents in enumerate(parents):
         n = len(row_parents)
-        block[row, :n, :n] = torch.tensor(tree.ancestors(row_parents))
-        depth[row, :n] = torch.tensor(tree.depths(row_parents))
-    block |= torch.eye(width, dtype=torch.bool)  # padding sees itself, so that no row of the softmax is empty
+        block[row, :n, :n] = torch.tensor(tree.ancestors(row_parents), device="cpu")
+        depth[row, :n] = torch.tensor(tree.depths(row_parents), device="cpu")
+    # padding sees itself, so that no row of the softmax is empty
+    block |= torch.eye(width, dtype=torch.bool, device="cpu")
     seen = past[:, None].expand(-1, width, -1)
     if window is not None:
-        near = slots + depth[:, :, None] - torch.arange(slots) < window
+        near = slots + depth[:, :, None] - torch.arange(slots, device="cpu") < window
         seen = seen & near.to(past.device)
         block &= depth[:, :, None] - depth[:, None, :] < window
     return torch.cat([seen, block.to(past.device)], dim=-1)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from ..host.generate import CACHE_KEY
-from ..host.models import text_config
+from ..host.models import execution_device, text_config
 from ..memory import remembered, state_of
 from ..sampling import forked_generators
 from . import kv_cache as kv
@@ -42,7 +42,7 @@ def support(model: Any) -> Support:
     check_structure(model)
 
     def find() -> Support:
-        with forked_generators(model.device):
+        with forked_generators(execution_device(model)):
             return _examine(model)
 
     return remembered(model, "support", state_of(model), find)
@@ -59,7 +59,7 @@ def halves_agree(model: Any, exit_layer: int) -> bool:
 
     @torch.no_grad()
     def find() -> bool:
-        with forked_generators(model.device):
+        with forked_generators(execution_device(model)):
             try:
                 return _Reference(model, text_config(model)).halves_agree(abilities, Halves(model, exit_layer))
             except (*_FOREIGN, UnsupportedModelError):
@@ -143,7 +143,7 @@ class _Reference:
         self.prompt, (self.root, self.a, self.b, self.c, self.d) = ids[: self.PROMPT], ids[self.PROMPT :]
         rows = [[self.root, self.a, self.b, self.c], [self.root, self.d, self.b, self.c]]
         self.long, self.short = self._steps(rows)
-        reduced = model.dtype in (torch.float16, torch.bfloat16)
+        reduced = model.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(self.long.device.type)
         # Root mean square, relative to the spread of the scores. Rounding in bfloat16 comes to 0.07 on a real model, a
         # mask that is ignored to 0.96.
         self.tolerance = (0.25 if reduced else 1e-3) * float(self.long.std().clamp(min=1e-6))
@@ -160,10 +160,12 @@ class _Reference:
     def _forward(self, rows: Sequence[Sequence[int]], start: int, cache: Any) -> torch.Tensor:
         """Scores `[B, n, V]` of a forward over rows of tokens that begin at this position."""
         model = self.model
-        ids = torch.tensor([list(row) for row in rows], device=model.device)
+        ids = torch.tensor([list(row) for row in rows], device=execution_device(model))
         inputs: dict[str, Any] = {"input_ids": ids, CACHE_KEY: cache}
         if self._takes_positions:
-            inputs["position_ids"] = torch.arange(start, start + ids.shape[1], device=model.device).expand_as(ids)
+            inputs["position_ids"] = torch.arange(
+                start, start + ids.shape[1], device=execution_device(model)
+            ).expand_as(ids)
         output = model(**inputs, use_cache=True)
         if output.get(CACHE_KEY) is None:
             raise UnsupportedModelError(

@@ -93,7 +93,7 @@ class Slots:
             return Move(width, realign=self._squeeze(valid, idle))
         gather = None
         if ragged or (longest and any(nodes[-1] != longest - 1 for nodes in rows)):
-            gather = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in rows])
+            gather = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in rows], device="cpu")
         self._grow([len(nodes) for nodes in rows], longest)
         too_many = ragged and self.valid is not None and int(self.valid.sum(1).max()) < (1 - MOST_HOLES) * self.count
         realign = None
@@ -131,7 +131,7 @@ class Slots:
 
     def _block(self, rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
         """`[B, width]`: True at these nodes of each row."""
-        block = torch.zeros(len(rows), width, dtype=torch.bool)
+        block = torch.zeros(len(rows), width, dtype=torch.bool, device="cpu")
         for row, nodes in enumerate(rows):
             block[row, list(nodes)] = True
         return block.to(self.device)

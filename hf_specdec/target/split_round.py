@@ -131,7 +131,7 @@ class SplitRound:
         assert self.hidden is not None
         if all(list(place) == list(range(self.size)) for place in places):
             return None
-        index = torch.tensor([[*place, *[0] * (width - len(place))] for place in places])
+        index = torch.tensor([[*place, *[0] * (width - len(place))] for place in places], device="cpu")
         wide = index.to(self.hidden.device)[..., None].expand(-1, -1, self.hidden.shape[-1])
         self.hidden = self.hidden.gather(1, wide)
         return index

@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..host.generate import foreign_steps
 from ..host.models import WINDOW_ENTRIES, attention_of, takes_cache, text_config
+from ..host.peft_calls import asks_for_rows_or_offsets
 
 # Attention back ends that read a dense 4-D mask, and the form each wants it in
 DENSE_MASKS = {"eager": "additive", "sdpa": "boolean"}
@@ -60,15 +62,37 @@ def check_structure(model: Any) -> None:
             f"{name} keeps its state in an object of its own instead of a transformers `Cache`, so a rejected draft "
             f"cannot be rolled back. {remedy}"
         )
-    if model.training and _has_dropout(model):
+    if _drops_out(model):
         raise UnsupportedModelError(
             f"{name} is in training mode with dropout, so no two forwards agree. Call model.eval() first."
         )
 
 
-def _has_dropout(model: Any) -> bool:
-    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    return modules or any(
+def check_steps(model: Any) -> None:
+    """Raise `UnsupportedModelError` for a target whose steps in `generate` are given what drafted tokens cannot be."""
+    name = type(model).__name__
+    foreign = foreign_steps(model)
+    if foreign:
+        raise UnsupportedModelError(
+            f"{name} has a {foreign[0]} of its own, which makes the inputs of every step and may give any of them what "
+            "forwards over drafted tokens could not be given. Leave out speculative_mode, or pass "
+            "on_unsupported='plain'."
+        )
+    asked_by = asks_for_rows_or_offsets(model)
+    if asked_by is not None:
+        raise UnsupportedModelError(
+            f"This call uses {asked_by}, which PEFT applies to rows and positions of the prompts as they came; "
+            "forwards over drafted tokens have others. Leave out speculative_mode, or pass on_unsupported='plain'."
+        )
+
+
+def _drops_out(model: Any) -> bool:
+    """Whether a part of the model is in training mode and has dropout."""
+    training = [module for module in model.modules() if module.training]
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in training):
+        return True
+    # dropout of attention is a number that its module reads
+    return bool(training) and any(
         "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(text_config(model)).items()
     )
 
