@@ -281,10 +281,10 @@ class CachedModel:
             states.restore()
 
     def drop_uncommitted(self) -> None:
-        """Forget the last forward, and what ran through the layers below an exit, where nothing of it is committed."""
+        """Keep no more of a forward than its roots, which were committed before it. For exceptions in mid-round."""
         self.drop_lower_half()
         if self._width:
-            self.commit([[]] * self.batch_size)
+            self.commit([[0]] * self.batch_size)
 
     def append(self, texts: Trees, idle: Collection[int] = ()) -> torch.Tensor:
         """Append a text to every row and commit it: the logits `[B, V]` after each."""
