@@ -91,8 +91,9 @@ def _drops_out(model: Any) -> bool:
     training = [module for module in model.modules() if module.training]
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in training):
         return True
-    # dropout of attention is a number that its module reads
-    return bool(training) and any(
+    # dropout of attention is a number that its module reads; adapters beside the model's own modules do not
+    own = model.training or any(type(module).__module__.split(".")[0] == "transformers" for module in training)
+    return own and any(
         "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(text_config(model)).items()
     )
 
