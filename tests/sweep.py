@@ -104,7 +104,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         ),
         _LATENT,
     ),
-    **dict.fromkeys(("bamba", "granitemoehybrid"), {"attn_layer_indices": [1], "layer_types": ["mamba", "attention"]}),
+    **{
+        key: {"attn_layer_indices": [1], "layer_types": ["mamba", "attention"]} for key in ("bamba", "granitemoehybrid")
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "expand": 2, "n_groups": 1},
 }
 SECONDS = 120  # for one type
