@@ -1,7 +1,7 @@
 """Every type of causal language model that transformers knows, built tiny, against plain `generate`.
 
-`python tests/sweep.py` prints a line per type and the counts; `--write` puts the table into docs/support.md. A type is
-built from its config class with the settings below, as far as it has them, and with those of `OVERRIDES`.
+`python tests/sweep.py` prints a line per type and the counts. A type is built from its config class with the settings
+below, as far as it has them, and with those of `OVERRIDES`.
 """
 
 from __future__ import annotations

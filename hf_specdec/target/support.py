@@ -47,7 +47,7 @@ class Support:
 def check_structure(model: Any) -> None:
     """Raise `UnsupportedModelError` for models that cannot speculate, as far as their structure tells."""
     name = type(model).__name__
-    remedy = "Use a decoder-only attention model, leave out speculative_mode, or pass on_unsupported='plain'."
+    remedy = "Use another model, leave out speculative_mode, or pass on_unsupported='plain'."
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models speculate. {remedy}")
     prepares = vars(model).get("prepare_inputs_for_generation")
