@@ -18,23 +18,8 @@ from .errors import (
     UnsupportedGenerationError,
 )
 from .host.generate import CACHE_KEY, check_model_arguments
-from .host.models import text_config
+from .host.models import argument_names, text_config
 from .target import kv_cache as kv
-
-# what may reach the model from generate's arguments; anything else would be dropped silently after the prompt
-_KNOWN_MODEL_KWARGS = {
-    "attention_mask",
-    "position_ids",
-    CACHE_KEY,
-    "past_key_values",
-    "cache",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "input_ids",
-    "return_dict",
-}
 
 # what makes `generate` decode in another way than by greedy search or sampling
 _OTHER_WAYS = (
@@ -73,18 +58,14 @@ def check_arguments(arguments: Mapping[str, Any], mode_name: str, takes_assistan
 
 def check_model_kwargs(model: Any, model_kwargs: Mapping[str, Any]) -> None:
     """Raise where the call would hand the model something that its later forwards could not be given."""
-    unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_MODEL_KWARGS]
-    if "inputs_embeds" in unknown:
+    if model.config.is_encoder_decoder:
+        return  # it is the encoder's; what the decoder is given besides is checked once that has run
+    if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             "A prompt given as inputs_embeds has no tokens to draft from. Pass input_ids, or leave out "
             "speculative_mode."
         )
-    if unknown:
-        check_model_arguments(model, dict(model_kwargs))  # a typo: transformers says so
-        raise UnsupportedGenerationError(
-            f"speculative_mode cannot pass {', '.join(map(repr, unknown))} on to the model's later forwards. Leave "
-            "the argument or speculative_mode out."
-        )
+    check_model_arguments(model, dict(model_kwargs))  # a typo: transformers says so
 
 
 def check_generation_config(resolved: GenerationConfig) -> None:
@@ -122,10 +103,12 @@ def check_inputs(model: Any, arguments: Mapping[str, Any], resolved: GenerationC
     given_cache = arguments.get(CACHE_KEY, arguments.get("past_key_values"))
     if given_cache is not None:
         kv.check_kind(given_cache)
-    ids = arguments.get("inputs")
-    ids = arguments.get("input_ids") if ids is None else ids
+    names = argument_names(model)
+    ids = arguments.get(names.ids)
+    if ids is None and not model.config.is_encoder_decoder:
+        ids = arguments.get("inputs")
     if ids is None:
-        return  # generate starts from the BOS token
+        return  # generate starts from the BOS token, or the decoder's first
     length = ids.shape[-1]
     if length == 0:
         raise EmptyPromptError("The prompt is empty: pass at least one token, or no input to start from BOS.")
@@ -142,14 +125,15 @@ def check_inputs(model: Any, arguments: Mapping[str, Any], resolved: GenerationC
             f"The prompt has {length} tokens and max_length={asked}: no token can follow. Pass max_new_tokens, or "
             "a larger max_length."
         )
-    mask = arguments.get("attention_mask")
+    mask = arguments.get(names.mask)
     if mask is not None and mask.dim() == 2 and bool((mask.sum(-1) == 0).any()):
         raise EmptyPromptError("A row of the attention_mask hides its whole prompt: there is nothing to continue.")
 
 
 def position_limit(model: Any) -> int | None:
     """Number of positions in the model's table of positions; None where positions are not looked up in one."""
-    limit = getattr(text_config(model), "max_position_embeddings", None)
+    config = text_config(model)
+    limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
     words = model.get_input_embeddings()

@@ -285,6 +285,8 @@ class Scores:
     # per layer [k, n, d] and [k, heads, n, keys], where the user asked for them
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
+    # per layer [B, heads, n, keys of the encoder's output], where there is an encoder
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
     # how the keys of `attentions` lie; None for the prompts' forward, whose outputs are returned whole
     layout: AttentionLayout | None = None
 

@@ -32,10 +32,12 @@ from .host.generate import (
     named_parameters,
     resolved_generation_config,
 )
+from .host.models import argument_names
 from .host.peft_calls import remove_hooks_of_call
 from .modes import NO_MODE, Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
 from .target import kv_cache as kv
+from .target.extras import extras_of
 from .target.hidden import check_hidden
 from .target.selftest import support
 from .target.support import Support, check_length, check_steps, check_structure
@@ -206,11 +208,12 @@ class _Decoder:
         **model_kwargs: Any,
     ) -> Any:
         kv.check_kind(model_kwargs.get(CACHE_KEY))
-        mask, cache = model_kwargs.get("attention_mask"), model_kwargs[CACHE_KEY]
+        mask, cache = model_kwargs.get(argument_names(model).mask), model_kwargs[CACHE_KEY]
         shortest = input_ids.shape[1] if mask is None else int(mask.sum(-1).min())
         check_length(model, shortest, generation_config.max_length)
         if kv.capacity(cache) is not None:
             kv.check_rollback(cache, type(model).__name__, generation_config.max_length - 1)
+        extras = extras_of(model, input_ids, model_kwargs)
         decoded = decode(
             Task(
                 model=model,
@@ -226,6 +229,7 @@ class _Decoder:
                 config=self.call.config,
                 controller=self.call.make_controller(),
                 support=self.abilities,
+                extras=extras,
                 position_limit=position_limit(model),
             )
         )

@@ -104,12 +104,25 @@ def test_a_draft_model_that_cannot_roll_back() -> None:
     refused(errors.UnsupportedModelError, "MambaForCausalLM", speculative_mode="assistant", assistant_model=mamba())
 
 
-def test_encoder_decoder_models_are_named() -> None:
+def tiny_t5() -> Any:
     config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     config.decoder_start_token_id = 0
-    model = transformers.T5ForConditionalGeneration(config).eval()
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("mode", ["early_exit", "medusa"])
+def test_modes_for_decoder_only_models_name_an_encoder_decoder(mode: str) -> None:
     with pytest.raises(errors.UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        run(model, prompt(), max_new_tokens=3, **LOOKUP)
+        run(tiny_t5(), prompt(), max_new_tokens=3, speculative_mode=mode)
+
+
+def test_a_draft_model_that_is_an_encoder_decoder() -> None:
+    refused(
+        errors.UnsupportedModelError,
+        "T5ForConditionalGeneration is an encoder-decoder",
+        speculative_mode="assistant",
+        assistant_model=tiny_t5(),
+    )
 
 
 def test_dropout_in_training_mode() -> None:

@@ -26,11 +26,12 @@ from ..context import Context
 from ..draft import Budget, Draft, Scores, Verdict, check_draft
 from ..drafter import Drafter
 from ..host.caches import is_users_own
-from ..host.generate import CACHE_KEY, decoder_only_output, optimized_for_decoding, pad_token
-from ..host.models import embedding_size
+from ..host.generate import CACHE_KEY, optimized_for_decoding, output_of_generate, pad_token
+from ..host.models import argument_names, embedding_size
 from ..sampling import NoiseTape, Selection, generator_state, set_generator_state
 from ..target import kv_cache as kv
 from ..target.cached_model import CachedModel
+from ..target.extras import Extras
 from ..target.forward import Forwards
 from ..target.support import Support
 from .control import Controller
@@ -64,6 +65,8 @@ class Task:
     config: SpeculativeConfig
     controller: Controller
     support: Support
+    # what the forwards after the prompts' are given besides
+    extras: Extras
     # positions that the model has; None where they are not limited
     position_limit: int | None = None
 
@@ -75,7 +78,7 @@ class Task:
     @property
     def mask(self) -> torch.Tensor | None:
         """`[B, P]`, where the prompts have tokens; None where everywhere."""
-        return self.model_kwargs.get("attention_mask")
+        return self.model_kwargs.get(argument_names(self.model).mask)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def decode(task: Task) -> Decoded:
     sequences = decoding.transcript.sequences(decoding.pad_token)
     result: Any = sequences
     if task.generation_config.return_dict_in_generate:
-        result = decoder_only_output(task.cache, sequences=sequences, **decoding.outputs.packed())
+        source = task.extras.source
+        result = output_of_generate(task.cache, source, sequences=sequences, **decoding.outputs.packed())
         result.speculation = decoding.stats
     return Decoded(result, decoding.stats)
 
@@ -228,7 +232,7 @@ class Decoding:
         kv.record_past(cache, True)
         padding = None if task.mask is None else task.mask.bool()
         positions, offsets = self._next_positions(cache)
-        self.target = CachedModel(task.model, task.support, cache, padding, positions, forwards, offsets)
+        self.target = CachedModel(task.model, task.support, cache, padding, positions, forwards, offsets, task.extras)
         self.stats.prompt_forwards = 1
         self.context.vocab_size = output.logits.shape[-1]
         scores = Scores(
@@ -237,6 +241,7 @@ class Decoding:
             hidden=output.hidden,
             hidden_states=output.hidden_states if self.outputs.hidden_states is not None else None,
             attentions=output.attentions if self.outputs.attentions is not None else None,
+            cross_attentions=output.cross_attentions if self.outputs.attentions is not None else None,
         )
         with self._undisturbed():  # (what it does to the logits is its own affair)
             self.drafter.attach(self.target, replace(scores, logits=scores.logits.clone()))
@@ -244,7 +249,8 @@ class Decoding:
 
     def _next_positions(self, cache: Any) -> tuple[list[int], torch.Tensor | None]:
         """Per row, the position after the prompt; where positions have D dimensions, offsets `[D, B]` from it."""
-        batch, positions = self.transcript.batch_size, self.task.model_kwargs.get("position_ids")
+        batch = self.transcript.batch_size
+        positions = self.task.model_kwargs.get(argument_names(self.task.model).positions)
         if positions is not None and positions.dim() == 3:
             after = (positions[:, :, -1] + 1).expand(-1, batch)
             return after[0].tolist(), after - after[:1]

@@ -8,6 +8,18 @@ from typing import Any
 import torch
 
 
+@dataclass(frozen=True)
+class StepOutputs:
+    """Per layer, what the model shows of one step (of the prompts' forward, all its positions)."""
+
+    # [B, n, d]
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    # [B, heads, n, keys]
+    attentions: tuple[torch.Tensor, ...] | None = None
+    # [B, heads, n, keys of the encoder's output]
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+
+
 @dataclass
 class Outputs:
     """What `return_dict_in_generate` asks for, one entry per generated step."""
@@ -18,6 +30,8 @@ class Outputs:
     # per step, per layer
     hidden_states: list[tuple[torch.Tensor, ...]] | None = None
     attentions: list[tuple[torch.Tensor, ...]] | None = None
+    # (where there is an encoder; wanted with the others)
+    cross_attentions: list[tuple[torch.Tensor, ...]] | None = None
 
     @classmethod
     def wanted(cls, generation_config: Any) -> Outputs:
@@ -28,6 +42,7 @@ class Outputs:
             logits=[] if generation_config.output_logits else None,
             hidden_states=[] if generation_config.output_hidden_states else None,
             attentions=[] if generation_config.output_attentions else None,
+            cross_attentions=[] if generation_config.output_attentions else None,
         )
 
     @property
@@ -35,26 +50,20 @@ class Outputs:
         """Whether anything is wanted."""
         return any(entry is not None for entry in (self.scores, self.logits, self.hidden_states, self.attentions))
 
-    def record(
-        self,
-        scores: torch.Tensor,
-        logits: torch.Tensor,
-        hidden_states: tuple[torch.Tensor, ...] | None,
-        attentions: tuple[torch.Tensor, ...] | None,
-    ) -> None:
+    def record(self, scores: torch.Tensor, logits: torch.Tensor, step: StepOutputs) -> None:
         """Keep what is wanted of a step."""
         if self.scores is not None:
             self.scores.append(scores)
         if self.logits is not None:
             self.logits.append(logits)
-        if self.hidden_states is not None and hidden_states is not None:
-            self.hidden_states.append(hidden_states)
-        if self.attentions is not None and attentions is not None:
-            self.attentions.append(attentions)
+        for name in ("hidden_states", "attentions", "cross_attentions"):
+            kept, shown = getattr(self, name), getattr(step, name)
+            if kept is not None and shown is not None:
+                kept.append(shown)
 
     def packed(self) -> dict[str, tuple | None]:
         """The entries as fields of the output object."""
-        names = ("scores", "logits", "hidden_states", "attentions")
+        names = ("scores", "logits", "hidden_states", "attentions", "cross_attentions")
         return {name: None if getattr(self, name) is None else tuple(getattr(self, name)) for name in names}
 
 

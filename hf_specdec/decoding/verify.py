@@ -9,7 +9,7 @@ import torch
 
 from ..draft import AttentionLayout, Draft, Scores
 from ..target.cached_model import CachedModel
-from .transcript import Outputs
+from .transcript import Outputs, StepOutputs
 
 
 def verify(target: CachedModel, draft: Draft, layers: Sequence[int], outputs: Outputs) -> Scores:
@@ -30,6 +30,7 @@ def verify(target: CachedModel, draft: Draft, layers: Sequence[int], outputs: Ou
         hidden=output.hidden,
         hidden_states=output.hidden_states if outputs.hidden_states is not None else None,
         attentions=output.attentions if outputs.attentions is not None else None,
+        cross_attentions=output.cross_attentions if outputs.attentions is not None else None,
         layout=layout,
     )
 
@@ -47,13 +48,10 @@ def _static_and_windows(target: CachedModel) -> tuple[bool, tuple[int | None, ..
     return static, tuple(windows)
 
 
-def node_outputs(
-    scores: Scores, paths: Sequence[Sequence[int]]
-) -> tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...] | None]:
+def node_outputs(scores: Scores, paths: Sequence[Sequence[int]]) -> StepOutputs:
     """Hidden states and attentions of the last node of each path, shaped as a plain step returns them.
 
-    Per layer `[B, 1, d]` and `[B, heads, 1, keys]`: a plain step sees the past and the path, no other branch. Those of
-    the prompts' forward are returned whole.
+    A plain step sees the past and the path, no other branch. Those of the prompts' forward are returned whole.
 
     Args:
         scores: of a forward.
@@ -61,20 +59,22 @@ def node_outputs(
     """
     layout = scores.layout
     if layout is None:
-        return scores.hidden_states, scores.attentions
+        return StepOutputs(scores.hidden_states, scores.attentions, scores.cross_attentions)
     nodes = [path[-1] for path in paths]
     rows = list(range(len(paths)))
     hidden = None
     if scores.hidden_states is not None:
         hidden = tuple(layer[rows, nodes][:, None] for layer in scores.hidden_states)
-    attentions = None
+    attentions = cross = None
+    if scores.cross_attentions is not None:
+        cross = tuple(layer[rows, :, nodes][:, :, None] for layer in scores.cross_attentions)
     if scores.attentions is not None:
         width = scores.logits.shape[1]
         attentions = tuple(
             _plain_attention(layer, paths, width, layout.slots_before, layout.static, layout.windows[index])
             for index, layer in enumerate(scores.attentions)
         )
-    return hidden, attentions
+    return StepOutputs(hidden, attentions, cross)
 
 
 def _plain_attention(

@@ -111,7 +111,7 @@ class Walk:
         if length == transcript.prompt_length and selection.tape is not None:
             selection.tape.shape_from(processed)
         if self.outputs.any:
-            self.outputs.record(processed, logits, *node_outputs(scores, walking.paths))
+            self.outputs.record(processed, logits, node_outputs(scores, walking.paths))
         offers = [walking.offer(row) for row in group]
         choices = self.choose(processed, offers, length - transcript.prompt_length, rows)
         check_choices(choices, offers, processed.shape[-1])

@@ -25,6 +25,7 @@ from ..host.models import text_config
 from ..modes import Request
 from ..target.cached_model import CachedModel
 from ..target.selftest import support
+from ..target.support import check_decoder_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class AssistantDrafter(Drafter):
     def __init__(
         self, assistant_model: Any, config: AssistantConfig | None = None, vocab_size: int | None = None
     ) -> None:
+        check_decoder_only(assistant_model, "a draft model must be decoder-only: it is given the decoder's text alone")
         self.config = config or AssistantConfig()
         self.model = assistant_model
         own_size = text_config(assistant_model).vocab_size

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationMixin
+from transformers.utils import ModelOutput
 
 # 5.18 renamed `past_key_values` to `cache`, in forward, in its output, in model_kwargs and in generate's output
 CACHE_KEY = (
@@ -62,9 +63,51 @@ def _parameters(generate: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(inspect.unwrap(generate)).parameters.values())
 
 
-def decoder_only_output(cache: Any, **fields: Any) -> GenerateDecoderOnlyOutput:
-    """`GenerateDecoderOnlyOutput` with its cache under the name this version uses."""
-    return GenerateDecoderOnlyOutput(**fields, **{CACHE_KEY: cache})
+def output_of_generate(
+    cache: Any,
+    source: Any | None,
+    hidden_states: Any,
+    attentions: Any,
+    cross_attentions: Any,
+    **fields: Any,
+) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """What `generate` returns with `return_dict_in_generate`, its cache under the name that this version uses.
+
+    Args:
+        cache: of the call.
+        source: what the encoder gave, None where there is none.
+        hidden_states, attentions, cross_attentions: per step, of the part that decodes.
+        fields: the others.
+    """
+    fields[CACHE_KEY] = cache
+    if source is None:
+        return GenerateDecoderOnlyOutput(hidden_states=hidden_states, attentions=attentions, **fields)
+    if attentions is not None:
+        fields["encoder_attentions"] = source.get("attentions")
+    if hidden_states is not None:
+        fields["encoder_hidden_states"] = source.get("hidden_states")
+    return GenerateEncoderDecoderOutput(
+        decoder_hidden_states=hidden_states,
+        decoder_attentions=attentions,
+        cross_attentions=cross_attentions,
+        **fields,
+    )
+
+
+def planned_step(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that plain decoding's first step after the prompts' forward would be given.
+
+    Args:
+        model: the model.
+        input_ids: `[B, P]`, the prompts.
+        model_kwargs: of the call, before the prompts' forward.
+    """
+    nothing = ModelOutput()
+    after = model._update_model_kwargs_for_generation(
+        nothing, dict(model_kwargs), is_encoder_decoder=model.config.is_encoder_decoder
+    )
+    longer = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+    return model.prepare_inputs_for_generation(longer, next_sequence_length=1, **after)
 
 
 def resolved_generation_config(

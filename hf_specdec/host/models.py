@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 # config entries about windows that say which layers have one, or how wide it is
 WINDOW_ENTRIES = frozenset(
@@ -28,6 +31,43 @@ def text_config(model: Any) -> Any:
 def attention_of(config: Any) -> str:
     """Name of the attention back end that a config asks for."""
     return config._attn_implementation
+
+
+@dataclass
+class _Source(BaseModelOutput):
+    """An encoder's output. Some encoders return a mask with it."""
+
+    attention_mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ArgumentNames:
+    """What a model's forward calls what the text to be continued goes into."""
+
+    ids: str
+    mask: str
+    positions: str
+
+
+def argument_names(model: Any) -> ArgumentNames:
+    """The names of the decoder's arguments."""
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    return ArgumentNames(f"{prefix}input_ids", f"{prefix}attention_mask", f"{prefix}position_ids")
+
+
+def reads_encoder(model: Any) -> bool:
+    """Whether the model can be given what an encoder has made of its source, as Whisper's decoder alone can."""
+    return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def made_up_source(model: Any, rows: int, length: int = 5) -> dict[str, Any]:
+    """Arguments that stand for the output of an encoder, the same for every row."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    width = encoder.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, length, width, generator=generator, device="cpu", dtype=torch.float32)
+    states = states.to(execution_device(model), model.dtype)
+    return {"encoder_outputs": _Source(last_hidden_state=states.expand(rows, -1, -1))}
 
 
 def plain_settings(config: Any) -> tuple:

@@ -9,9 +9,10 @@ import torch
 
 from .. import tree
 from ..host.generate import CACHE_KEY
-from ..host.models import attention_of, execution_device, text_config
+from ..host.models import argument_names, attention_of, execution_device, text_config
 from . import kv_cache as kv
 from . import masks
+from .extras import Extras
 from .forward import Forwards, Output
 from .halves import Halves
 from .recurrent import SavedStates
@@ -34,6 +35,7 @@ class CachedModel:
         next_position: per row, the position of the next token.
         forwards: what runs its forwards; None makes it.
         offsets: `[D, B]`, of the model's positions of several dimensions (M-RoPE) from those; None where there is one.
+        extras: what every forward is given besides; None for nothing.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class CachedModel:
         next_position: Sequence[int],
         forwards: Forwards | None = None,
         offsets: torch.Tensor | None = None,
+        extras: Extras | None = None,
     ) -> None:
         self.model, self.support, self.cache = model, support, cache
+        self.names, self.extras = argument_names(model), extras or Extras()
         self.forwards = forwards or Forwards(model)
         self.capacity = kv.capacity(cache)
         # some models leave their window to the cache, which shows a block more than each of its tokens may see
@@ -64,15 +68,18 @@ class CachedModel:
         self._width = 0  # nodes per row of the last forward, until they are committed
         self._split: SplitRound | None = None
         # where the cache has states that cannot be rolled back: their copy, and what must be read again
-        self._states = SavedStates(cache) if support.replays else None
+        self._states = SavedStates(kv.of_text(cache)) if support.replays else None
         self._replay = Replay(self.batch_size)
 
     @classmethod
-    def filled(cls, model: Any, support: Support, texts: Trees) -> tuple[CachedModel, torch.Tensor]:
+    def filled(
+        cls, model: Any, support: Support, texts: Trees, extras: Extras | None = None
+    ) -> tuple[CachedModel, torch.Tensor]:
         """A model whose new cache holds these texts, padded on the left, and the logits `[B, V]` after each."""
         forwards = Forwards(model)
-        logits, cache, valid = forwards.texts(texts)
-        return cls(model, support, cache, valid, [len(text) for text in texts], forwards), logits
+        logits, cache, valid = forwards.texts(texts, extras)
+        runner = cls(model, support, cache, valid, [len(text) for text in texts], forwards, extras=extras)
+        return runner, logits
 
     @property
     def rows(self) -> list[int]:
@@ -157,27 +164,31 @@ class CachedModel:
         """
         width, device = max(len(row) for row in tokens), execution_device(self.model)
         ids = torch.tensor([[*row, *[row[0]] * (width - len(row))][start:] for row in tokens], device=device)
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: self.cache}
+        inputs: dict[str, Any] = {
+            self.names.ids: ids,
+            "use_cache": True,
+            CACHE_KEY: self.cache,
+            **self.extras.arguments(ids.shape[1]),
+        }
         if self.forwards.takes_positions:
-            inputs["position_ids"] = torch.tensor(
+            positions = torch.tensor(
                 [
                     [at + depth for depth in [*row, *[0] * (width - len(row))][start:]]
                     for at, row in zip(self.slots.next_position, depths or map(tree.depths, parents), strict=True)
                 ],
                 device=device,
             )
-            if self._offsets is not None:
-                inputs["position_ids"] = inputs["position_ids"] + self._offsets[:, :, None]
+            inputs[self.names.positions] = positions if self._offsets is None else positions + self._offsets[:, :, None]
         chains = all(tree.is_chain(row) for row in parents)
         windows = self.support.trees and self.has_windows
         if layers is None and (width == 1 or (chains and not windows)):
             # the model's own causal mask; padding at the end of a row is seen by nothing
             valid = self.slots.with_block(width)
             if valid is not None:
-                inputs["attention_mask"] = valid.long()
+                inputs[self.names.mask] = valid.long()
         else:
             kinds = {kind.key: self._mask(kind, parents, width, start, layers) for kind in self.support.masks}
-            inputs["attention_mask"] = kinds.get(None, kinds)
+            inputs[self.names.mask] = kinds.get(None, kinds)
         return inputs
 
     def _mask(self, kind: MaskKind, parents: Trees, width: int, start: int, layers: range | None) -> torch.Tensor:
@@ -191,7 +202,7 @@ class CachedModel:
 
     def attention_layout(self) -> tuple[bool, list[int | None]]:
         """(whether keys fill a static cache, per layer how many keys a plain step of a sliding window sees)."""
-        return self.capacity is not None, [kv.window(self.cache, layer) for layer in range(len(self.cache.layers))]
+        return self.capacity is not None, [kv.window(self.cache, layer) for layer in range(kv.count_layers(self.cache))]
 
     # ------------------------------------------------------------------ in two halves
 
@@ -330,6 +341,7 @@ class CachedModel:
         """Go on with these rows only."""
         kv.select_rows(self.cache, rows)
         self.slots.select_rows(rows)
+        self.extras = self.extras.of_rows(rows)
         if self._offsets is not None:
             self._offsets = self._offsets[:, list(rows)]
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..host.generate import CACHE_KEY, prefill
-from ..host.models import execution_device, last_logits_only, text_config
+from ..host.models import argument_names, execution_device, last_logits_only, text_config
 from . import kv_cache as kv
+from .extras import Extras
 from .few_rows import quick_on_few_rows
 from .halves import Halves
 from .hidden import watch
@@ -32,6 +33,8 @@ class Output:
     # per layer [B, n, d] and [B, heads, n, keys], where the user asked for them
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
+    # per layer [B, heads, n, keys of the encoder's output]
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
 
     def after(self, tokens: int) -> Output:
         """Without what belongs to the first tokens."""
@@ -55,7 +58,8 @@ class Forwards:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.names = argument_names(model)
+        self.takes_positions = self.names.positions in inspect.signature(model.forward).parameters
         self._on_few_rows = quick_on_few_rows(model)
 
     def prompt(
@@ -79,8 +83,14 @@ class Forwards:
             output = prefill(self.model, input_ids, generation_config, model_kwargs)
         return _output(output, hidden), output[CACHE_KEY]
 
-    def texts(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+    def texts(
+        self, texts: Sequence[Sequence[int]], extras: Extras | None = None
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
         """A forward over texts, padded on the left, into a new cache.
+
+        Args:
+            texts: one per row.
+            extras: what the forward is given besides; None for nothing.
 
         Returns:
             logits `[B, V]` after each text; the cache; `[B, longest]`, where there is a token, None where everywhere.
@@ -90,12 +100,14 @@ class Forwards:
         device = execution_device(self.model)
         ids = torch.tensor([[0] * pad + list(text) for text, pad in zip(texts, padding, strict=True)], device=device)
         valid = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
-        cache = kv.new_cache(text_config(self.model))
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, CACHE_KEY: cache}
+        extras = extras or Extras()
+        cache = kv.new_cache(text_config(self.model), with_source=extras.source is not None)
+        inputs: dict[str, Any] = {self.names.ids: ids, "use_cache": True, CACHE_KEY: cache}
+        inputs.update(extras.arguments(longest))
         if any(padding):
-            inputs["attention_mask"] = valid.long()
+            inputs[self.names.mask] = valid.long()
         if self.takes_positions:
-            inputs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
+            inputs[self.names.positions] = (valid.long().cumsum(-1) - 1).clamp(min=0)
         inputs.update(last_logits_only(self.model))
         logits = self.model(**inputs, return_dict=True).logits[:, -1]
         kv.record_past(cache, True)
@@ -152,6 +164,7 @@ def _output(output: Any, hidden: Mapping[int, torch.Tensor]) -> Output:
     return Output(
         logits=output.logits,
         hidden=hidden,
-        hidden_states=output.get("hidden_states"),
-        attentions=output.get("attentions"),
+        hidden_states=output.get("decoder_hidden_states", output.get("hidden_states")),
+        attentions=output.get("decoder_attentions", output.get("attentions")),
+        cross_attentions=output.get("cross_attentions"),
     )

@@ -39,13 +39,23 @@ _MOVABLE = (
 )
 
 
+def of_text(cache: Any) -> Cache:
+    """The part of a cache that holds the text; the other, with the keys of an encoder's output, stays as it is."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _layers(cache: Cache) -> list[Any]:
+    return of_text(cache).layers
+
+
 def check_kind(cache: object) -> None:
     """Raise `UnsupportedCacheError` for caches that cannot be rolled back, before the model runs."""
-    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+    if not isinstance(cache, Cache):
         raise UnsupportedCacheError(
-            f"Speculative decoding needs a decoder-only transformers `Cache`, got {type(cache).__name__}. Remove the "
-            "`cache` (`past_key_values`) argument, or pass a `DynamicCache`."
+            f"Speculative decoding needs a transformers `Cache`, got {type(cache).__name__}. Remove the `cache` "
+            "(`past_key_values`) argument, or pass a `DynamicCache`."
         )
+    cache = of_text(cache)
     if isinstance(cache, QuantizedCache):
         raise UnsupportedCacheError(
             f"{type(cache).__name__} cannot drop tokens once they are quantized, so drafts cannot be rolled back. "
@@ -63,7 +73,7 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
 
     Layers with a convolution or recurrent state only know what they are after a first forward.
     """
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(_layers(cache)):
         if isinstance(layer, StaticSlidingWindowLayer):
             # slots are overwritten once the window is full; until then they can be dropped
             croppable = layer.max_cache_len >= total_slots
@@ -83,7 +93,7 @@ def check_rollback(cache: Cache, model_name: str, total_slots: int) -> None:
 
 def record_past(cache: Cache, on: bool) -> None:
     """Let sliding windows keep what a rollback needs until the next commit, or stop doing so."""
-    for layer in cache.layers:
+    for layer in _layers(cache):
         if keeps_states(layer) or _never_ran(layer):
             continue  # what cannot be recorded is copied (see `recurrent`)
         if type(layer) in (DynamicSlidingWindowLayer, RecordingWindowLayer):
@@ -100,17 +110,17 @@ def _never_ran(layer: Any) -> bool:
 
 def is_movable(cache: Cache) -> bool:
     """Whether slots can be moved within the cache; otherwise only the last ones can be dropped."""
-    return all(type(layer) in _MOVABLE for layer in cache.layers)
+    return all(type(layer) in _MOVABLE for layer in _layers(cache))
 
 
 def has_windows(cache: Cache) -> bool:
     """Whether a layer counts its window in slots, so that holes would push out keys that are still visible."""
-    return any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    return any(getattr(layer, "is_sliding", False) for layer in _layers(cache))
 
 
 def capacity(cache: Cache) -> int | None:
     """Slots a static cache has in all; None where the cache grows."""
-    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    lengths = [layer.max_cache_len for layer in _layers(cache) if isinstance(layer, StaticLayer)]
     return min(lengths) if lengths else None
 
 
@@ -129,7 +139,7 @@ def mask_size(cache: Cache, layer_index: int, width: int) -> tuple[int, int]:
 
 def crop(cache: Cache, tokens: int) -> None:
     """Drop the last `tokens` slots of every row; trim sliding windows to their size. States stay as they are."""
-    for layer in cache.layers:
+    for layer in _layers(cache):
         if not getattr(layer, "is_initialized", True) or _never_ran(layer):
             continue  # a part of a model has layers that never run
         if isinstance(layer, StaticLayer):
@@ -182,8 +192,11 @@ def realign(cache: Cache, source: torch.Tensor, total: int) -> None:
 
 
 def select_rows(cache: Cache, rows: Sequence[int]) -> None:
-    """Keep only these rows of the batch."""
-    for layer in _stored(cache):
+    """Keep only these rows of the batch, of an encoder's output as well."""
+    stored = _stored(cache)
+    if isinstance(cache, EncoderDecoderCache):
+        stored += _stored(cache.cross_attention_cache)
+    for layer in stored:
         index = torch.tensor(list(rows), device=layer.keys.device)
         layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
 
@@ -196,7 +209,7 @@ def _shorten(layer: Any, tokens: int) -> None:
 
 
 def _stored(cache: Cache, layers: int | None = None) -> list[Any]:
-    stored: list[Any] = list(cache.layers[:layers])
+    stored: list[Any] = _layers(cache)[:layers]
     return [layer for layer in stored if not isinstance(layer, DummyLayer) and layer.is_initialized]
 
 
@@ -206,14 +219,24 @@ def _gather_slots(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return tensor.gather(2, index.expand(-1, tensor.shape[1], -1, tensor.shape[-1]))
 
 
-def new_cache(config: object) -> DynamicCache:
-    """An empty growing cache for a model's text config, ready to roll back several forwards at once."""
+def new_cache(config: object, *, with_source: bool = False) -> Cache:
+    """An empty growing cache for a model's text config, ready to roll back several forwards at once.
+
+    Args:
+        config: of the part that decodes.
+        with_source: whether the model reads an encoder's output as well.
+    """
     cache = DynamicCache(config=config)  # type: ignore[arg-type]
     record_past(cache, True)
-    return cache
+    return EncoderDecoderCache(cache, DynamicCache(config=config)) if with_source else cache  # type: ignore[arg-type]
+
+
+def count_layers(cache: Cache) -> int:
+    """Number of layers of the part that decodes."""
+    return len(_layers(cache))
 
 
 def window(cache: Cache, layer_index: int) -> int | None:
     """Size of a growing layer's sliding window; None where it sees everything."""
-    layer = cache.layers[layer_index]
+    layer = _layers(cache)[layer_index]
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None

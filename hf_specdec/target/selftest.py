@@ -13,39 +13,44 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from ..host.generate import CACHE_KEY
-from ..host.models import execution_device, text_config
+from ..host.models import argument_names, execution_device, made_up_source, text_config
 from ..memory import remembered, state_of
 from ..sampling import forked_generators
 from . import kv_cache as kv
 from .cached_model import CachedModel
+from .extras import Extras
 from .halves import Halves
 from .recurrent import has_states, shift_states
 from .support import Support, check_structure, mask_kinds
 
 # what a model may raise when a forward is not made for it
-_FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError)
+_FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, AssertionError)
 # added to recurrent states: some models leave them out where a forward has several tokens, and with small weights that
 # hardly shows otherwise
 _LARGE_STATE = 10.0
 
 
-def support(model: Any) -> Support:
+def support(model: Any, *, with_source: bool = False) -> Support:
     """What `model` supports, tested once per model and state (see `memory.state_of`).
+
+    Args:
+        model: the model.
+        with_source: whether it will be given an encoder's output, where it can also do without.
 
     Raises:
         UnsupportedModelError: not even a chain of drafted tokens can be verified and rolled back.
     """
     check_structure(model)
+    with_source = with_source or model.config.is_encoder_decoder
 
     def find() -> Support:
         with forked_generators(execution_device(model)):
-            return _examine(model)
+            return _examine(model, with_source)
 
-    return remembered(model, "support", state_of(model), find)
+    return remembered(model, "support", (with_source, state_of(model)), find)
 
 
 def halves_agree(model: Any, exit_layer: int) -> bool:
@@ -69,11 +74,11 @@ def halves_agree(model: Any, exit_layer: int) -> bool:
 
 
 @torch.no_grad()
-def _examine(model: Any) -> Support:
+def _examine(model: Any, with_source: bool) -> Support:
     config = text_config(model)
     masks, why = mask_kinds(config)
     try:
-        reference = _Reference(model, config)
+        reference = _Reference(model, config, with_source)
         cache = reference.prefill()
     except UnsupportedModelError:
         raise
@@ -82,7 +87,7 @@ def _examine(model: Any) -> Support:
             f"{type(model).__name__} failed the self-test with {type(error).__name__}: {error}. Leave out "
             "speculative_mode, or pass on_unsupported='plain'."
         ) from error
-    if has_states(cache):
+    if has_states(kv.of_text(cache)):
         return _examine_replay(model, reference)
     movable = kv.is_movable(cache)
     if masks and movable:
@@ -135,9 +140,10 @@ class _Reference:
     # (tokens are chosen apart from one another and away from the special ids at the ends of most vocabularies)
     PROMPT, LONG, SHORT = 4, 4, 2  # prompt; root, a, b, c; root, d
 
-    def __init__(self, model: Any, config: Any) -> None:
-        self.model, self.config = model, config
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    def __init__(self, model: Any, config: Any, with_source: bool = False) -> None:
+        self.model, self.config, self.with_source = model, config, with_source
+        self.names = argument_names(model)
+        self._takes_positions = self.names.positions in inspect.signature(model.forward).parameters
         vocabulary = config.vocab_size
         ids = [(vocabulary // 3 + 7 * i) % vocabulary for i in range(self.PROMPT + self.LONG + 1)]
         self.prompt, (self.root, self.a, self.b, self.c, self.d) = ids[: self.PROMPT], ids[self.PROMPT :]
@@ -150,7 +156,8 @@ class _Reference:
 
     def _steps(self, rows: Sequence[Sequence[int]], state: float = 0.0) -> torch.Tensor:
         """`[B, n, V]`: the scores after each of these rows' tokens, in steps of one; `state` is added to states."""
-        cache, scores = DynamicCache(config=self.config), []
+        cache, scores = kv.new_cache(self.config, with_source=self.with_source), []
+        kv.record_past(cache, False)
         self._forward([self.prompt] * len(rows), 0, cache)
         shift_states(cache, state)
         for position, column in enumerate(zip(*rows, strict=True), start=self.PROMPT):
@@ -161,9 +168,9 @@ class _Reference:
         """Scores `[B, n, V]` of a forward over rows of tokens that begin at this position."""
         model = self.model
         ids = torch.tensor([list(row) for row in rows], device=execution_device(model))
-        inputs: dict[str, Any] = {"input_ids": ids, CACHE_KEY: cache}
+        inputs: dict[str, Any] = {self.names.ids: ids, CACHE_KEY: cache, **self._extras(len(rows)).constant}
         if self._takes_positions:
-            inputs["position_ids"] = torch.arange(
+            inputs[self.names.positions] = torch.arange(
                 start, start + ids.shape[1], device=execution_device(model)
             ).expand_as(ids)
         output = model(**inputs, use_cache=True)
@@ -176,7 +183,7 @@ class _Reference:
 
     def prefill(self) -> Any:
         """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
-        cache = kv.new_cache(self.config)
+        cache = kv.new_cache(self.config, with_source=self.with_source)
         self._forward([self.prompt], 0, cache)
         kv.record_past(cache, True)
         try:
@@ -185,13 +192,17 @@ class _Reference:
             raise UnsupportedModelError(str(error)) from None
         return cache
 
+    def _extras(self, rows: int) -> Extras:
+        return Extras(made_up_source(self.model, rows)) if self.with_source else Extras()
+
     def _runner(self, support: Support) -> Any:
-        return CachedModel(self.model, support, self.prefill(), padding=None, next_position=[self.PROMPT])
+        positions = [self.PROMPT]
+        return CachedModel(self.model, support, self.prefill(), None, positions, extras=self._extras(1))
 
     def rows_agree(self, support: Support) -> bool:
         """Whether rows of a batch may advance by different lengths: one keeps root and a, the other only the root."""
         try:
-            runner, _ = CachedModel.filled(self.model, support, [self.prompt, self.prompt])
+            runner, _ = CachedModel.filled(self.model, support, [self.prompt, self.prompt], self._extras(2))
             first = runner.forward([[self.root, self.a, self.d]] * 2, [[-1, 0, 1]] * 2).logits
             runner.commit([[0, 1], [0]])
             after = runner.forward([[self.b], [self.a]], [[-1]] * 2).logits

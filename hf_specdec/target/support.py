@@ -48,8 +48,6 @@ def check_structure(model: Any) -> None:
     """Raise `UnsupportedModelError` for models that cannot speculate, as far as their structure tells."""
     name = type(model).__name__
     remedy = "Use another model, leave out speculative_mode, or pass on_unsupported='plain'."
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models speculate. {remedy}")
     prepares = vars(model).get("prepare_inputs_for_generation")
     if prepares is not None and getattr(prepares, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise UnsupportedModelError(
@@ -65,6 +63,15 @@ def check_structure(model: Any) -> None:
     if _drops_out(model):
         raise UnsupportedModelError(
             f"{name} is in training mode with dropout, so no two forwards agree. Call model.eval() first."
+        )
+
+
+def check_decoder_only(model: Any, why: str) -> None:
+    """Raise `UnsupportedModelError` for encoder-decoder models, for what works with a decoder alone."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model, and {why}. Use speculative_mode='prompt_lookup' or "
+            "'lookahead'."
         )
 
 

@@ -1,0 +1,127 @@
+"""Encoder-decoder models against plain generate: T5, BART and Whisper, tiny and random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import assert_same, run
+
+import hf_specdec
+from hf_specdec.target.selftest import support
+from hf_specdec.testing import ScriptedDrafter
+
+_SIZES = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 97,
+}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+CONFIGS: dict[str, Any] = {
+    "t5": lambda: transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=97, **_TOKENS
+    ),
+    "bart": lambda: transformers.BartConfig(**_SIZES, max_position_embeddings=128, forced_eos_token_id=None, **_TOKENS),
+    "whisper": lambda: transformers.WhisperConfig(
+        **_SIZES, max_source_positions=20, max_target_positions=64, num_mel_bins=8, **_TOKENS
+    ),
+}
+
+
+def build(name: str) -> Any:
+    config = CONFIGS[name]()
+    kinds = {"whisper": transformers.AutoModelForSpeechSeq2Seq}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kinds.get(name, transformers.AutoModelForSeq2SeqLM).from_config(config)
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.2)
+    model.generation_config = transformers.GenerationConfig(**_TOKENS)
+    return model.eval()
+
+
+def source(model: Any, batch: int) -> dict[str, torch.Tensor]:
+    """What the encoder reads: texts of different lengths, padded on the right, or sound."""
+    generator = torch.Generator().manual_seed(1)
+    if model.main_input_name == "input_features":
+        return {"input_features": torch.randn(batch, 8, 40, generator=generator)}
+    ids = torch.randint(5, 90, (batch, 12), generator=generator)
+    if batch > 1:
+        ids[1, 8:] = 0
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(request.param)
+
+
+@pytest.mark.parametrize("mode", ["prompt_lookup", "lookahead"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_same_text(model: Any, mode: str, batch: int, do_sample: bool) -> None:
+    asked = {"speculative_mode": mode, "speculative_config": {"num_draft_tokens": 4}}
+    sampling = {"temperature": 0.9, "repetition_penalty": 1.1} if do_sample else {}
+    assert_same(model, source(model, batch), asked, max_new_tokens=24, do_sample=do_sample, **sampling)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_right_drafts_save_forwards_and_wrong_ones_cost_none(model: Any, batch: int) -> None:
+    inputs, decoding = source(model, batch), {"max_new_tokens": 21, "eos_token_id": None}
+    plain, _ = run(model, inputs, **decoding)
+    texts = [[3, *row] for row in plain.tolist()] if plain.shape[1] == 20 else plain.tolist()
+    for drafter, rounds in (
+        (ScriptedDrafter.knowing(texts, 4), 4),
+        (ScriptedDrafter.lying(texts, 4, 97), 20),
+    ):
+        with hf_specdec.record() as stats:
+            ours, _ = run(
+                model,
+                inputs,
+                **decoding,
+                speculative_mode=drafter,
+                speculative_config={"num_draft_tokens": 4},
+            )
+        assert ours.tolist() == plain.tolist()
+        if model.main_input_name == "input_ids":  # (Whisper cuts its text at tokens of its own)
+            assert stats.rounds == rounds
+
+
+def test_returned_dict_is_that_of_plain_generate(model: Any) -> None:
+    if model.main_input_name == "input_features":
+        pytest.skip("Whisper's own generate returns no dict of a single call")
+    inputs = source(model, 2)
+    model.set_attn_implementation("eager")
+    wanted = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "max_new_tokens": 12,
+        "eos_token_id": None,
+    }
+    plain, _ = run(model, inputs, **wanted)
+    drafter = ScriptedDrafter.knowing(plain.sequences.tolist(), 3)
+    ours, _ = run(model, inputs, **wanted, speculative_mode=drafter, speculative_config={"num_draft_tokens": 3})
+    assert type(ours) is type(plain)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.speculation.acceptance_rate > 0
+    torch.testing.assert_close(ours.scores, plain.scores, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours.encoder_hidden_states, plain.encoder_hidden_states)
+    for field in ("decoder_hidden_states", "decoder_attentions", "cross_attentions"):
+        for mine, theirs in zip(getattr(ours, field), getattr(plain, field), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_positions_counted_by_the_cache_keep_rows_in_step() -> None:
+    assert not support(build("bart")).movable
+    assert support(build("t5")).movable
+    assert support(build("whisper")).trees
