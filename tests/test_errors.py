@@ -173,9 +173,23 @@ def test_typos_are_named_by_transformers() -> None:
 
 
 def test_an_argument_for_the_model_that_we_would_drop() -> None:
-    model = model_of("gpt2")
-    types = torch.zeros(1, 12, dtype=torch.long)
-    refused(errors.UnsupportedGenerationError, "token_type_ids", model=model, token_type_ids=types)
+    states = torch.zeros(1, 4, 32)
+    refused(
+        errors.UnsupportedGenerationError,
+        "encoder_hidden_states",
+        model=model_of("gpt2"),
+        encoder_hidden_states=states,
+    )
+
+
+def test_token_types_are_passed_on() -> None:
+    types = torch.full((1, 12), 7)
+    inputs = {**prompt(repeat=True), "token_type_ids": types}
+    expected, _ = run(model_of("gpt2"), inputs, max_new_tokens=20)
+    output, _ = run(model_of("gpt2"), inputs, max_new_tokens=20, **LOOKUP)
+    assert output.tolist() == expected.tolist()
+    without, _ = run(model_of("gpt2"), prompt(repeat=True), max_new_tokens=20)
+    assert without.tolist() != expected.tolist()
 
 
 def test_every_error_is_in_the_tree_drawn_at_the_top() -> None:
