@@ -20,6 +20,7 @@ from .errors import (
 from .host.generate import CACHE_KEY, check_model_arguments
 from .host.models import argument_names, text_config
 from .target import kv_cache as kv
+from .target.extras import NUMBERS
 
 # tensors that a prompt may come with; images and sound are not supported yet
 _OF_THE_TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"})
@@ -69,7 +70,12 @@ def check_model_kwargs(model: Any, model_kwargs: Mapping[str, Any]) -> None:
             "speculative_mode."
         )
     check_model_arguments(model, dict(model_kwargs))  # a typo: transformers says so
-    unknown = [name for name, value in model_kwargs.items() if torch.is_tensor(value) and name not in _OF_THE_TEXT]
+    known = {*_OF_THE_TEXT, CACHE_KEY, "cache", "past_key_values"}
+    unknown = [
+        name
+        for name, value in model_kwargs.items()
+        if value is not None and not isinstance(value, NUMBERS) and name not in known
+    ]
     if unknown:
         raise UnsupportedGenerationError(
             f"speculative_mode cannot pass {', '.join(map(repr, unknown))} on to the model's later forwards. Leave "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +54,11 @@ def argument_names(model: Any) -> ArgumentNames:
     return ArgumentNames(f"{prefix}input_ids", f"{prefix}attention_mask", f"{prefix}position_ids")
 
 
-def reads_encoder(model: Any) -> bool:
-    """Whether the model can be given what an encoder has made of its source, as Whisper's decoder alone can."""
-    return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
-
-
 def made_up_source(model: Any, rows: int, length: int = 5) -> dict[str, Any]:
-    """Arguments that stand for the output of an encoder, the same for every row."""
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
-    width = encoder.config.hidden_size
+    """Arguments that stand for the output of the model's encoder, the same for every row; none where it has none."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    width = model.get_encoder().config.hidden_size
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, length, width, generator=generator, device="cpu", dtype=torch.float32)
     states = states.to(execution_device(model), model.dtype)

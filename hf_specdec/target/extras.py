@@ -18,7 +18,8 @@ _TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_id
 _SOURCE = "encoder_outputs"
 # an encoder's mask; where there is no encoder, the text's mask has this name
 _SOURCE_MASK = "attention_mask"
-_NUMBERS = (bool, int, float, str)
+# settings of the forward, the same in every step
+NUMBERS = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def extras_of(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any])
             continue
         if name in _TYPES and isinstance(value, torch.Tensor) and value.shape == (input_ids.shape[0], 1):
             types[name] = value
-        elif name in (_SOURCE, _SOURCE_MASK) or isinstance(value, _NUMBERS):
+        elif name in (_SOURCE, _SOURCE_MASK) or isinstance(value, NUMBERS):
             constant[name] = value
         else:
             unknown.append(name)

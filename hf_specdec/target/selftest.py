@@ -33,24 +33,19 @@ _FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, Key
 _LARGE_STATE = 10.0
 
 
-def support(model: Any, *, with_source: bool = False) -> Support:
+def support(model: Any) -> Support:
     """What `model` supports, tested once per model and state (see `memory.state_of`).
-
-    Args:
-        model: the model.
-        with_source: whether it will be given an encoder's output, where it can also do without.
 
     Raises:
         UnsupportedModelError: not even a chain of drafted tokens can be verified and rolled back.
     """
     check_structure(model)
-    with_source = with_source or model.config.is_encoder_decoder
 
     def find() -> Support:
         with forked_generators(execution_device(model)):
-            return _examine(model, with_source)
+            return _examine(model)
 
-    return remembered(model, "support", (with_source, state_of(model)), find)
+    return remembered(model, "support", state_of(model), find)
 
 
 def halves_agree(model: Any, exit_layer: int) -> bool:
@@ -74,11 +69,11 @@ def halves_agree(model: Any, exit_layer: int) -> bool:
 
 
 @torch.no_grad()
-def _examine(model: Any, with_source: bool) -> Support:
+def _examine(model: Any) -> Support:
     config = text_config(model)
     masks, why = mask_kinds(config)
     try:
-        reference = _Reference(model, config, with_source)
+        reference = _Reference(model, config)
         cache = reference.prefill()
     except UnsupportedModelError:
         raise
@@ -140,8 +135,8 @@ class _Reference:
     # (tokens are chosen apart from one another and away from the special ids at the ends of most vocabularies)
     PROMPT, LONG, SHORT = 4, 4, 2  # prompt; root, a, b, c; root, d
 
-    def __init__(self, model: Any, config: Any, with_source: bool = False) -> None:
-        self.model, self.config, self.with_source = model, config, with_source
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model, self.config = model, config
         self.names = argument_names(model)
         self._takes_positions = self.names.positions in inspect.signature(model.forward).parameters
         vocabulary = config.vocab_size
@@ -156,7 +151,7 @@ class _Reference:
 
     def _steps(self, rows: Sequence[Sequence[int]], state: float = 0.0) -> torch.Tensor:
         """`[B, n, V]`: the scores after each of these rows' tokens, in steps of one; `state` is added to states."""
-        cache, scores = kv.new_cache(self.config, with_source=self.with_source), []
+        cache, scores = self._new_cache(), []
         kv.record_past(cache, False)
         self._forward([self.prompt] * len(rows), 0, cache)
         shift_states(cache, state)
@@ -183,7 +178,7 @@ class _Reference:
 
     def prefill(self) -> Any:
         """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
-        cache = kv.new_cache(self.config, with_source=self.with_source)
+        cache = self._new_cache()
         self._forward([self.prompt], 0, cache)
         kv.record_past(cache, True)
         try:
@@ -192,8 +187,11 @@ class _Reference:
             raise UnsupportedModelError(str(error)) from None
         return cache
 
+    def _new_cache(self) -> Any:
+        return kv.new_cache(self.config, with_source=self.model.config.is_encoder_decoder)
+
     def _extras(self, rows: int) -> Extras:
-        return Extras(made_up_source(self.model, rows)) if self.with_source else Extras()
+        return Extras(made_up_source(self.model, rows))
 
     def _runner(self, support: Support) -> Any:
         positions = [self.PROMPT]
