@@ -13,7 +13,7 @@ QUICK = slots walk values control sampling accept drafters support generation er
 QUICK_ONLY = (not test_conformance or llama or gemma3) \
 	and not (qwen3 or mistral or mixtral or phi3 or falcon or returned_dict)
 
-.PHONY: demo test quick test-lowest check format lint types docs clean
+.PHONY: demo test sweep quick test-lowest check format lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/hf-specdec demo --adapter model_cards/SmolLM2-135M-Instruct-medusa
@@ -22,6 +22,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto -m "not real"
 	$(BIN)/python -m pytest -m real
+
+# every type of model that transformers knows, and the table of them in docs/support.md
+sweep: $(VENV)/installed
+	$(BIN)/python tests/sweep.py --write
 
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not real" -k "$(QUICK_ONLY)" \

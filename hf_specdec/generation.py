@@ -39,7 +39,7 @@ from .sampling import tape_matches_multinomial
 from .target import kv_cache as kv
 from .target.extras import extras_of
 from .target.hidden import check_hidden
-from .target.selftest import support
+from .target.selftest import check_padding, support
 from .target.support import Support, check_length, check_steps, check_structure
 
 
@@ -211,6 +211,8 @@ class _Decoder:
         mask, cache = model_kwargs.get(argument_names(model).mask), model_kwargs[CACHE_KEY]
         shortest = input_ids.shape[1] if mask is None else int(mask.sum(-1).min())
         check_length(model, shortest, generation_config.max_length)
+        if shortest < input_ids.shape[1]:
+            check_padding(model)
         if kv.capacity(cache) is not None:
             kv.check_rollback(cache, type(model).__name__, generation_config.max_length - 1)
         extras = extras_of(model, input_ids, model_kwargs)

@@ -22,6 +22,7 @@ from ..sampling import forked_generators
 from . import kv_cache as kv
 from .cached_model import CachedModel
 from .extras import Extras
+from .forward import Forwards
 from .halves import Halves
 from .recurrent import has_states, shift_states
 from .support import Support, check_structure, mask_kinds
@@ -46,6 +47,31 @@ def support(model: Any) -> Support:
             return _examine(model)
 
     return remembered(model, "support", state_of(model), find)
+
+
+def check_padding(model: Any) -> None:
+    """Raise `UnsupportedModelError` where a padded prompt's later steps do not see what drafted tokens would see.
+
+    Some architectures shift the mask that plain decoding hands them. Tested once per model and state.
+    """
+    abilities = support(model)
+    if abilities.movable:
+        return  # rows of a batch had other gaps, and were scored rightly
+
+    @torch.no_grad()
+    def find() -> bool:
+        with forked_generators(execution_device(model)):
+            try:
+                return _Reference(model, text_config(model)).padding_agrees(abilities)
+            except (*_FOREIGN, UnsupportedModelError):
+                return False
+
+    if not remembered(model, "padding", state_of(model), find):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads the mask of padded prompts in another way in single steps than in a forward "
+            "over drafted tokens. Pass prompts of one length, leave out speculative_mode, or pass "
+            "on_unsupported='plain'."
+        )
 
 
 def halves_agree(model: Any, exit_layer: int) -> bool:
@@ -153,21 +179,24 @@ class _Reference:
         """`[B, n, V]`: the scores after each of these rows' tokens, in steps of one; `state` is added to states."""
         cache, scores = self._new_cache(), []
         kv.record_past(cache, False)
-        self._forward([self.prompt] * len(rows), 0, cache)
+        self._forward([self.prompt] * len(rows), [0] * len(rows), cache)
         shift_states(cache, state)
         for position, column in enumerate(zip(*rows, strict=True), start=self.PROMPT):
-            scores.append(self._forward([[token] for token in column], position, cache)[:, -1])
+            scores.append(self._forward([[token] for token in column], [position] * len(rows), cache)[:, -1])
         return torch.stack(scores, dim=1).float()
 
-    def _forward(self, rows: Sequence[Sequence[int]], start: int, cache: Any) -> torch.Tensor:
-        """Scores `[B, n, V]` of a forward over rows of tokens that begin at this position."""
-        model = self.model
-        ids = torch.tensor([list(row) for row in rows], device=execution_device(model))
+    def _forward(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], cache: Any, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scores `[B, n, V]` of a forward over rows of tokens that begin at these positions."""
+        model, device = self.model, execution_device(self.model)
+        ids = torch.tensor([list(row) for row in rows], device=device)
         inputs: dict[str, Any] = {self.names.ids: ids, CACHE_KEY: cache, **self._extras(len(rows)).constant}
         if self._takes_positions:
-            inputs[self.names.positions] = torch.arange(
-                start, start + ids.shape[1], device=execution_device(model)
-            ).expand_as(ids)
+            ahead = torch.arange(ids.shape[1], device=device)
+            inputs[self.names.positions] = torch.tensor(list(starts), device=device)[:, None] + ahead
+        if mask is not None:
+            inputs[self.names.mask] = mask
         output = model(**inputs, use_cache=True)
         if output.get(CACHE_KEY) is None:
             raise UnsupportedModelError(
@@ -179,7 +208,7 @@ class _Reference:
     def prefill(self) -> Any:
         """A cache that holds the prompt. Raises `UnsupportedModelError` where it cannot be rolled back."""
         cache = self._new_cache()
-        self._forward([self.prompt], 0, cache)
+        self._forward([self.prompt], [0], cache)
         kv.record_past(cache, True)
         try:
             kv.check_rollback(cache, type(self.model).__name__, total_slots=self.PROMPT + self.LONG)
@@ -211,6 +240,24 @@ class _Reference:
             and self._agree(after[0], self.long[2:3])
             and self._agree(after[1], self.long[1:2])
         )
+
+    def padding_agrees(self, support: Support) -> bool:
+        """Whether a padded row's tokens score as in plain decoding's steps, which are given the padding as 0 and 1."""
+        texts, tokens = [self.prompt, self.prompt[-1:]], [self.root, self.a]
+        runner, _ = CachedModel.filled(self.model, support, texts, self._extras(2))
+        blocks = [runner.forward([tokens] * 2, [[-1, 0]] * 2).logits]
+        if support.trees:  # which have a mask of another form
+            runner, _ = CachedModel.filled(self.model, support, texts, self._extras(2))
+            blocks.append(runner.forward([[self.root, self.a, self.d]] * 2, [[-1, 0, 0]] * 2).logits)
+        _, cache, valid = Forwards(self.model).texts(texts, self._extras(2))
+        assert valid is not None
+        for step, token in enumerate(tokens):
+            valid = torch.cat([valid, valid.new_ones(2, 1)], dim=1)
+            scores = self._forward([[token]] * 2, [len(text) + step for text in texts], cache, valid.long())
+            expected = scores[:, -1].float()
+            if not all(self._agree(block[:, step], expected) for block in blocks):
+                return False
+        return True
 
     def _agree(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         differences = (logits.float() - expected).square().mean(-1).sqrt()  # [n]
