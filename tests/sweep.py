@@ -99,6 +99,20 @@ GENERIC: dict[str, Any] = {
 OMIT = object()  # a generic setting that a type does not take
 # latent attention has a key head for every query head
 _LATENT = {"num_key_value_heads": 4}
+_INKLING = {
+    "unpadded_vocab_size": VOCABULARY,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "d_rel": 4,
+}
+_ZAMBA = {
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_hidden_layers": 4,
+    "n_mamba_heads": 8,
+    "attention_hidden_size": 64,
+    "head_dim": OMIT,
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -128,16 +142,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {**_LATENT, "head_dim": 8, "per_layer_config": {}},
     "granitemoehybrid": {"attn_layer_indices": [1], "layer_types": ["mamba", "attention"]},
-    **{
-        key: {
-            "unpadded_vocab_size": VOCABULARY,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 8,
-            "d_rel": 4,
-        }
-        for key in ("inkling2_text", "inkling2_loop_text")
-    },
+    "inkling2_loop_text": _INKLING,
+    "inkling2_text": _INKLING,
     "kimi_linear": {**_LATENT, "linear_num_heads": 4, "linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "moe_intermediate_size": 16},
@@ -160,16 +166,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xlm": {"n_words": VOCABULARY, "emb_dim": 32},
     "xlstm": {"hidden_size": 128, "num_heads": 4, "num_blocks": 2},
     "xmod": {"languages": ["en"], "default_language": "en"},
-    **{
-        key: {
-            "layers_block_type": ["linear_attention", "hybrid"] * 2,
-            "num_hidden_layers": 4,
-            "n_mamba_heads": 8,
-            "attention_hidden_size": 64,
-            "head_dim": OMIT,
-        }
-        for key in ("zamba", "zamba2")
-    },
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 8, "layer_types": ["hybrid", "hybrid"]},
 }
 # what stands in for parts that may be of any type
