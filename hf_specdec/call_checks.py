@@ -20,10 +20,6 @@ from .errors import (
 from .host.generate import CACHE_KEY, check_model_arguments
 from .host.models import argument_names, text_config
 from .target import kv_cache as kv
-from .target.extras import NUMBERS
-
-# tensors that a prompt may come with; images and sound are not supported yet
-_OF_THE_TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"})
 
 # what makes `generate` decode in another way than by greedy search or sampling
 _OTHER_WAYS = (
@@ -61,26 +57,19 @@ def check_arguments(arguments: Mapping[str, Any], mode_name: str, takes_assistan
 
 
 def check_model_kwargs(model: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise where the call would hand the model something that its later forwards could not be given."""
+    """Raise for a prompt that is not made of tokens, and for arguments that the model does not know.
+
+    What later forwards are given besides is checked once images and encoders' input are encoded
+    (`extras.after_prompts`).
+    """
     if model.config.is_encoder_decoder:
-        return  # it is the encoder's; what the decoder is given besides is checked once that has run
+        return
     if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             "A prompt given as inputs_embeds has no tokens to draft from. Pass input_ids, or leave out "
             "speculative_mode."
         )
     check_model_arguments(model, dict(model_kwargs))  # a typo: transformers says so
-    known = {*_OF_THE_TEXT, CACHE_KEY, "cache", "past_key_values"}
-    unknown = [
-        name
-        for name, value in model_kwargs.items()
-        if value is not None and not isinstance(value, NUMBERS) and name not in known
-    ]
-    if unknown:
-        raise UnsupportedGenerationError(
-            f"speculative_mode cannot pass {', '.join(map(repr, unknown))} on to the model's later forwards. Leave "
-            "the argument or speculative_mode out."
-        )
 
 
 def check_generation_config(resolved: GenerationConfig) -> None:

@@ -209,6 +209,17 @@ class Draft:
             ]
         )
 
+    def known_to(self, vocab_size: int) -> Draft:
+        """The draft without tokens outside this vocabulary, and what follows them."""
+        nodes = []
+        for tokens, parents in zip(self.tokens, self.parents, strict=True):
+            kept: list[int] = []
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                if node == 0 or (token < vocab_size and parent in kept):
+                    kept.append(node)
+            nodes.append(kept)
+        return self.keep(nodes)
+
     def best_chain(self) -> Draft:
         """The most probable path of every row, for models that cannot take trees."""
         if self.is_chain:

@@ -37,7 +37,7 @@ from .host.peft_calls import remove_hooks_of_call
 from .modes import NO_MODE, Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
 from .target import kv_cache as kv
-from .target.extras import extras_of
+from .target.extras import after_prompts
 from .target.hidden import check_hidden
 from .target.selftest import check_padding, support
 from .target.support import Support, check_length, check_steps, check_structure
@@ -215,7 +215,7 @@ class _Decoder:
             check_padding(model)
         if kv.capacity(cache) is not None:
             kv.check_rollback(cache, type(model).__name__, generation_config.max_length - 1)
-        extras = extras_of(model, input_ids, model_kwargs)
+        extras, positions = after_prompts(model, input_ids, model_kwargs)
         decoded = decode(
             Task(
                 model=model,
@@ -232,6 +232,7 @@ class _Decoder:
                 controller=self.call.make_controller(),
                 support=self.abilities,
                 extras=extras,
+                next_positions=positions,
                 position_limit=position_limit(model),
             )
         )

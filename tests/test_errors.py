@@ -12,6 +12,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec import errors
+from hf_specdec.target.selftest import support
 from hf_specdec.testing import ScriptedDrafter, tiny_model
 
 
@@ -174,6 +175,7 @@ def test_typos_are_named_by_transformers() -> None:
 
 def test_an_argument_for_the_model_that_we_would_drop() -> None:
     states = torch.zeros(1, 4, 32)
+    support(model_of("gpt2"))
     refused(
         errors.UnsupportedGenerationError,
         "encoder_hidden_states",

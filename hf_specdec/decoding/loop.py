@@ -67,6 +67,8 @@ class Task:
     support: Support
     # what the forwards after the prompts' are given besides
     extras: Extras
+    # [B, 1] or [D, B, 1], positions of the first of them; None where the model is given none
+    next_positions: torch.Tensor | None = None
     # positions that the model has; None where they are not limited
     position_limit: int | None = None
 
@@ -165,6 +167,8 @@ class Decoding:
             rows=[RowStats() for _ in range(self.transcript.batch_size)],
         )
         self._vocab_size = embedding_size(task.model)
+        # images stand in a prompt as tokens that may have no embedding; drafters that copy from it meet them
+        self._has_placeholders = any(token >= self._vocab_size for row in self.transcript.tokens for token in row)
 
     def _facts(self) -> Facts:
         task, mask, cache = self.task, self.task.mask, self.task.cache
@@ -230,9 +234,16 @@ class Decoding:
             task.input_ids, task.generation_config, task.model_kwargs, request.of_prompt, request.prompt_positions
         )
         kv.record_past(cache, True)
-        padding = None if task.mask is None else task.mask.bool()
-        positions, offsets = self._next_positions(cache)
-        self.target = CachedModel(task.model, task.support, cache, padding, positions, forwards, offsets, task.extras)
+        self.target = CachedModel.after_prompts(
+            task.model,
+            task.support,
+            cache,
+            task.mask,
+            task.next_positions,
+            forwards,
+            task.extras,
+            task.input_ids.shape[0],
+        )
         self.stats.prompt_forwards = 1
         self.context.vocab_size = output.logits.shape[-1]
         scores = Scores(
@@ -246,19 +257,6 @@ class Decoding:
         with self._undisturbed():  # (what it does to the logits is its own affair)
             self.drafter.attach(self.target, replace(scores, logits=scores.logits.clone()))
         return scores
-
-    def _next_positions(self, cache: Any) -> tuple[list[int], torch.Tensor | None]:
-        """Per row, the position after the prompt; where positions have D dimensions, offsets `[D, B]` from it."""
-        batch = self.transcript.batch_size
-        positions = self.task.model_kwargs.get(argument_names(self.task.model).positions)
-        if positions is not None and positions.dim() == 3:
-            after = (positions[:, :, -1] + 1).expand(-1, batch)
-            return after[0].tolist(), after - after[:1]
-        if positions is not None:
-            return (positions[:, -1] + 1).expand(batch).tolist(), None
-        if self.task.mask is not None:
-            return self.task.mask.sum(-1).tolist(), None
-        return [kv.slots(cache)] * batch, None
 
     def _budget(self) -> Budget:
         """How much may be drafted: what the controller allows, and what a static cache has room for."""
@@ -276,6 +274,8 @@ class Decoding:
             return Draft.empty(roots)
         with self._undisturbed():
             proposal = self.drafter.propose(self._shown(), budget)
+        if self._has_placeholders and isinstance(proposal, Draft):
+            proposal = proposal.known_to(self._vocab_size)
         check_draft(proposal, roots, self._vocab_size)
         proposal = proposal.within(self._rooms())
         return proposal if self.task.support.trees else proposal.best_chain()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..errors import UnsupportedModelError
 from ..host.generate import CACHE_KEY
 from ..host.models import argument_names, attention_of, execution_device, text_config
 from . import kv_cache as kv
@@ -80,6 +81,46 @@ class CachedModel:
         logits, cache, valid = forwards.texts(texts, extras)
         runner = cls(model, support, cache, valid, [len(text) for text in texts], forwards, extras=extras)
         return runner, logits
+
+    @classmethod
+    def after_prompts(
+        cls,
+        model: Any,
+        support: Support,
+        cache: Any,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        forwards: Forwards,
+        extras: Extras,
+        batch: int,
+    ) -> CachedModel:
+        """A model that has read the prompts of a call.
+
+        Args:
+            model, support, cache, forwards, extras: as above.
+            mask: `[B, P]`, 1 where the prompts have tokens; None where everywhere.
+            positions: `[B, 1]` or `[D, B, 1]`, of the tokens after the prompts; None where the model is given none.
+            batch: B.
+
+        Raises:
+            UnsupportedModelError: the cache holds more than the mask tells of.
+        """
+        slots, offsets = kv.slots(cache), None
+        if mask is not None and mask.shape[1] < slots:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps {slots} tokens of prompts with an attention_mask for {mask.shape[1]}: "
+                "what drafted tokens may see cannot be told. Leave out the mask where nothing is padded, or "
+                "speculative_mode."
+            )
+        if positions is not None and positions.dim() == 3:
+            offsets = (positions - positions[:1])[:, :, 0].expand(-1, batch)
+            positions = positions[0]
+        if positions is not None:
+            following = positions[:, 0].expand(batch).tolist()
+        else:
+            following = [slots] * batch if mask is None else mask.sum(-1).tolist()
+        padding = None if mask is None else mask.bool()
+        return cls(model, support, cache, padding, following, forwards, offsets, extras)
 
     @property
     def rows(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What every forward after the prompts' is given besides text, positions, mask and cache."""
+"""What every forward after the prompts' is given besides text, mask and cache, asked of the model's own next step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ..host.models import argument_names
 
 # types of tokens: those of new tokens follow from the last one of the prompt
 _TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
+# where images and videos lie in the prompt: what positions follow from, and of no use once those are given
+_PLACES = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids"})
 _SOURCE = "encoder_outputs"
 # an encoder's mask; where there is no encoder, the text's mask has this name
 _SOURCE_MASK = "attention_mask"
@@ -52,13 +54,18 @@ class Extras:
         return self.constant, self.types
 
 
-def extras_of(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Extras:
-    """What plain decoding's forwards after the prompts' would be given besides.
+def after_prompts(
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> tuple[Extras, torch.Tensor | None]:
+    """What plain decoding's forwards after the prompts' would be given besides, and the positions of the first.
 
     Args:
         model: the model.
         input_ids: `[B, P]`, the prompts.
         model_kwargs: of the call, before the prompts' forward.
+
+    Returns:
+        the extras; positions `[B, 1]` or, where they have several dimensions, `[D, B, 1]`, None where none are given.
 
     Raises:
         UnsupportedGenerationError: an argument of the call is not the same for every token, or what the steps are given
@@ -80,16 +87,16 @@ def extras_of(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any])
             continue
         if name in _TYPES and isinstance(value, torch.Tensor) and value.shape == (input_ids.shape[0], 1):
             types[name] = value
-        elif name in (_SOURCE, _SOURCE_MASK) or isinstance(value, NUMBERS):
+        elif (name in (_SOURCE, _SOURCE_MASK) and model.config.is_encoder_decoder) or isinstance(value, NUMBERS):
             constant[name] = value
-        else:
+        elif name not in _PLACES or step.get(names.positions) is None:
             unknown.append(name)
     if unknown:
         raise UnsupportedGenerationError(
             f"speculative_mode cannot pass {', '.join(map(repr, unknown))} on to the model's later forwards. Leave the "
             "argument or speculative_mode out."
         )
-    return Extras(constant, types)
+    return Extras(constant, types), step.get(names.positions)
 
 
 def _of_rows(value: Any, rows: Sequence[int]) -> Any:
