@@ -5,7 +5,7 @@ Shapes: B rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,16 @@ class Picks:
     q: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Source:
+    """What the encoder of an encoder-decoder model was given, and what it made of it."""
+
+    # arguments of the encoder's forward, `[B, ...]`; empty where only its output was given
+    inputs: Mapping[str, torch.Tensor]
+    # [B, S, d]
+    states: torch.Tensor
+
+
 @dataclass
 class Context:
     """What has been committed so far, as the drafters may see it. Only the loop writes it."""
@@ -47,6 +57,8 @@ class Context:
     padded_prompts: torch.Tensor
     # V, of the target's logits; None until they are known
     vocab_size: int | None = None
+    # None where the target has no encoder
+    source: Source | None = None
 
     @property
     def batch_size(self) -> int:

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerationMixin
 from .acceptance import AcceptanceRule, get_rule
 from .call_checks import check_arguments, check_generation_config, check_inputs, check_model_kwargs, position_limit
 from .config import SpeculativeConfig, make_config
+from .context import Source
 from .decoding.control import AdaptiveController, Controller, FixedController
 from .decoding.experience import experience_of
 from .decoding.loop import Task, decode
@@ -37,7 +38,7 @@ from .host.peft_calls import remove_hooks_of_call
 from .modes import NO_MODE, Mode, Request, get_mode
 from .sampling import tape_matches_multinomial
 from .target import kv_cache as kv
-from .target.extras import after_prompts
+from .target.extras import Extras, after_prompts
 from .target.hidden import check_hidden
 from .target.selftest import check_padding, support
 from .target.support import Support, check_length, check_steps, check_structure
@@ -233,11 +234,24 @@ class _Decoder:
                 support=self.abilities,
                 extras=extras,
                 next_positions=positions,
+                source=self._source(model, input_ids.shape[0], extras),
                 position_limit=position_limit(model),
             )
         )
         publish(decoded.stats)
         return decoded.result
+
+    def _source(self, model: Any, batch: int, extras: Extras) -> Source | None:
+        """What the encoder was given, a row of it for every row of the batch, and what it made of it."""
+        if extras.source is None:
+            return None
+        arguments, name = self.call.arguments, model.main_input_name
+        given = arguments.get(name) if arguments.get(name) is not None else arguments.get("inputs")
+        inputs = {}
+        if given is not None and batch % len(given) == 0:
+            inputs[name] = given.repeat_interleave(batch // len(given), dim=0)
+            inputs |= extras.source_mask
+        return Source(inputs, extras.source[0])
 
     def _rule(self, do_sample: bool, device: Any) -> AcceptanceRule:
         """The acceptance rule that was asked for, or the one that takes its place on this device."""

@@ -127,6 +127,15 @@ def test_same_transcript(pipe: Any, batch: int, seconds: float, call: Any, decod
         assert stats.total.accepted > 0
 
 
+def test_a_draft_model_hears_the_same(pipe: Any) -> None:
+    call = {"return_timestamps": True, "batch_size": 2}
+    plain = pipe([sound(3), sound(3, 1)], **call, generate_kwargs=dict(SPEECH))
+    asked = {"speculative_mode": "assistant", "assistant_model": pipe.model}
+    with hf_specdec.record() as stats:
+        assert pipe([sound(3), sound(3, 1)], **call, generate_kwargs={**SPEECH, **asked}) == plain
+    assert stats.acceptance_rate > 0.9
+
+
 def test_beam_search_which_this_pipeline_uses_unless_told_otherwise_is_refused(pipe: Any) -> None:
     with pytest.raises(UnsupportedGenerationError, match=r"num_beams=5\. Set num_beams=1"):
         pipe(sound(1), generate_kwargs={"max_new_tokens": 40, **ASKED})

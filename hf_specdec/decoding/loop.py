@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from ..acceptance import AcceptanceRule
 from ..config import SpeculativeConfig
-from ..context import Context
+from ..context import Context, Source
 from ..draft import Budget, Draft, Scores, Verdict, check_draft
 from ..drafter import Drafter
 from ..host.caches import is_users_own
@@ -69,6 +69,8 @@ class Task:
     extras: Extras
     # [B, 1] or [D, B, 1], positions of the first of them; None where the model is given none
     next_positions: torch.Tensor | None = None
+    # what an encoder was given and made of it; None where there is none
+    source: Source | None = None
     # positions that the model has; None where they are not limited
     position_limit: int | None = None
 
@@ -159,6 +161,7 @@ class Decoding:
             device=task.input_ids.device,
             selection=self.selection,
             padded_prompts=task.input_ids.clone(),
+            source=task.source,
         )
         self.stats = SpeculationStats(
             mode=task.mode_name,

@@ -17,15 +17,20 @@ from typing import Any
 import torch
 
 from ..config import SpeculativeConfig, check_range
-from ..context import Context, DraftSampling
+from ..context import Context, DraftSampling, Source
 from ..draft import Budget, Draft
 from ..drafter import Drafter
-from ..errors import ConflictingArgumentsError, IncompatibleVocabularyError
-from ..host.models import text_config
+from ..errors import (
+    ConflictingArgumentsError,
+    IncompatibleVocabularyError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from ..host.models import encode, encoded, execution_device, reads_source, source_width, text_config
 from ..modes import Request
 from ..target.cached_model import CachedModel
+from ..target.extras import Extras
 from ..target.selftest import support
-from ..target.support import check_decoder_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +59,24 @@ class AssistantDrafter(Drafter):
         assistant_model: the draft model; its vocabulary is the target's, possibly padded to another size.
         config: settings.
         vocab_size: size of the target's vocabulary; None takes the draft model's.
+        encoder_width: hidden size of the target's encoder; None where it has none. A draft model that has an encoder
+            reads the source with it, once a call; one that has none, as `WhisperForCausalLM`, is given the output of
+            the target's.
 
     Raises:
         IncompatibleVocabularyError: the two vocabularies cannot be the same.
+        UnsupportedModelError: only one of the two reads a source, or they do not fit.
         UnsupportedModelError: the draft model's cache cannot be rolled back.
     """
 
     def __init__(
-        self, assistant_model: Any, config: AssistantConfig | None = None, vocab_size: int | None = None
+        self,
+        assistant_model: Any,
+        config: AssistantConfig | None = None,
+        vocab_size: int | None = None,
+        encoder_width: int | None = None,
     ) -> None:
-        check_decoder_only(assistant_model, "a draft model must be decoder-only: it is given the decoder's text alone")
+        _check_source(assistant_model, encoder_width)
         self.config = config or AssistantConfig()
         self.model = assistant_model
         own_size = text_config(assistant_model).vocab_size
@@ -76,12 +89,17 @@ class AssistantDrafter(Drafter):
             )
         self._own_size = own_size
         self._shared_size = min(own_size, target_size)
-        self._support = support(assistant_model)
+        self._support = support(assistant_model, with_source=encoder_width is not None)
         self.rows_in_step = not self._support.movable
         self._runner: CachedModel | None = None
         self._seen: list[list[int]] = []  # per row: the tokens in the draft model's cache
 
     def start(self, context: Context) -> None:
+        if self.model.config.is_encoder_decoder and context.source is not None and not context.source.inputs:
+            raise UnsupportedGenerationError(
+                f"The draft model {type(self.model).__name__} has an encoder of its own, and this call gives only the "
+                "output of the target's. Pass the inputs of the encoder."
+            )
         self._runner = None
         self._seen = [[] for _ in context.tokens]
 
@@ -132,7 +150,8 @@ class AssistantDrafter(Drafter):
         """Bring the cache to the committed tokens; logits `[B, V]` after the last of them."""
         if self._runner is None:
             self._seen = [list(text) for text in context.tokens]
-            self._runner, logits = CachedModel.filled(self.model, self._support, [*map(self._readable, self._seen)])
+            texts = [self._readable(text) for text in self._seen]
+            self._runner, logits = CachedModel.filled(self.model, self._support, texts, self._extras(context.source))
             return logits
         runner = self._runner
         idle = {row for row, done in enumerate(context.finished) if done}
@@ -151,6 +170,19 @@ class AssistantDrafter(Drafter):
         if max(wrong):
             runner.take_back(wrong, idle)
         return runner.append([self._readable(row) for row in pending], idle)
+
+    def _extras(self, source: Source | None) -> Extras | None:
+        """What the draft model is given of the source."""
+        if source is None:
+            return None
+        device, dtype = execution_device(self.model), self.model.dtype
+        if not self.model.config.is_encoder_decoder:
+            return Extras(encoded(source.states.to(device, dtype)))
+        inputs = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in source.inputs.items()
+        }
+        return Extras(encode(self.model, inputs))
 
     def _align(
         self, wrong: list[int], pending: list[list[int]], texts: Sequence[Sequence[int]], idle: Collection[int]
@@ -176,4 +208,27 @@ def build(request: Request, config: Any) -> AssistantDrafter:
         raise ConflictingArgumentsError(
             "speculative_mode='assistant' needs assistant_model=, a smaller model with the same tokenizer."
         )
-    return AssistantDrafter(request.assistant_model, config, text_config(request.model).vocab_size)
+    width = source_width(request.model) if request.model.config.is_encoder_decoder else None
+    return AssistantDrafter(request.assistant_model, config, text_config(request.model).vocab_size, width)
+
+
+def _check_source(assistant_model: Any, encoder_width: int | None) -> None:
+    """Raise `UnsupportedModelError` where only one of target and draft model reads a source, or they do not fit."""
+    name, has_encoder = type(assistant_model).__name__, assistant_model.config.is_encoder_decoder
+    if encoder_width is None and has_encoder:
+        raise UnsupportedModelError(
+            f"The draft model {name} is an encoder-decoder model, and the target has no encoder, so it would have "
+            "nothing to read. Use a decoder-only draft model."
+        )
+    if encoder_width is None or has_encoder:
+        return
+    if not reads_source(assistant_model):
+        raise UnsupportedModelError(
+            f"The draft model {name} takes no encoder_outputs, so it would not know what the target reads. Use an "
+            "encoder-decoder model, or one such as WhisperForCausalLM."
+        )
+    if source_width(assistant_model) != encoder_width:
+        raise UnsupportedModelError(
+            f"The draft model {name} reads hidden states of size {source_width(assistant_model)}, and those of the "
+            f"target's encoder have {encoder_width}. Use a draft model that was made for this encoder."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +55,35 @@ def argument_names(model: Any) -> ArgumentNames:
     return ArgumentNames(f"{prefix}input_ids", f"{prefix}attention_mask", f"{prefix}position_ids")
 
 
+def reads_source(model: Any) -> bool:
+    """Whether the model's forward reads what an encoder made of a source: its own, or another model's."""
+    return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def source_width(model: Any) -> int:
+    """Size of the hidden states of the encoder that the model reads."""
+    return model.get_encoder().config.hidden_size if model.config.is_encoder_decoder else model.config.hidden_size
+
+
+def encoded(states: torch.Tensor) -> dict[str, Any]:
+    """The argument that hands a model what an encoder made of its source, hidden states `[B, S, d]`."""
+    return {"encoder_outputs": _Source(last_hidden_state=states)}
+
+
+def encode(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What later forwards of an encoder-decoder model are given of a source, after its encoder has read it."""
+    encoder = model.get_encoder()
+    parameters = inspect.signature(encoder.forward).parameters
+    output = encoder(**{name: value for name, value in inputs.items() if name in parameters}, return_dict=True)
+    mask = {name: value for name, value in inputs.items() if name == "attention_mask"}
+    return {"encoder_outputs": output, **mask}
+
+
 def made_up_source(model: Any, rows: int, length: int = 5) -> dict[str, Any]:
-    """Arguments that stand for the output of the model's encoder, the same for every row; none where it has none."""
-    if not model.config.is_encoder_decoder:
-        return {}
-    width = model.get_encoder().config.hidden_size
+    """Arguments that stand for the output of an encoder, the same for every row."""
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, length, width, generator=generator, device="cpu", dtype=torch.float32)
-    states = states.to(execution_device(model), model.dtype)
-    return {"encoder_outputs": _Source(last_hidden_state=states.expand(rows, -1, -1))}
+    states = torch.randn(1, length, source_width(model), generator=generator, device="cpu", dtype=torch.float32)
+    return encoded(states.to(execution_device(model), model.dtype).expand(rows, -1, -1))
 
 
 def plain_settings(config: Any) -> tuple:

@@ -41,6 +41,11 @@ class Extras:
         """What an encoder made of the source; None where there is no encoder."""
         return self.constant.get(_SOURCE)
 
+    @property
+    def source_mask(self) -> dict[str, Any]:
+        """The argument that tells where the source has no padding; none where there is no encoder, or no mask."""
+        return {_SOURCE_MASK: self.constant[_SOURCE_MASK]} if _SOURCE_MASK in self.constant else {}
+
     def arguments(self, width: int) -> dict[str, Any]:
         """Arguments of a forward over so many tokens per row."""
         return {**self.constant, **{name: types.expand(-1, width) for name, types in self.types.items()}}

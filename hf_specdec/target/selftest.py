@@ -34,19 +34,24 @@ _FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, Key
 _LARGE_STATE = 10.0
 
 
-def support(model: Any) -> Support:
+def support(model: Any, *, with_source: bool | None = None) -> Support:
     """What `model` supports, tested once per model and state (see `memory.state_of`).
+
+    Args:
+        model: the model.
+        with_source: whether it reads an encoder's output; None where it has an encoder.
 
     Raises:
         UnsupportedModelError: not even a chain of drafted tokens can be verified and rolled back.
     """
     check_structure(model)
+    reads = model.config.is_encoder_decoder if with_source is None else with_source
 
     def find() -> Support:
         with forked_generators(execution_device(model)):
-            return _examine(model)
+            return _examine(model, reads)
 
-    return remembered(model, "support", state_of(model), find)
+    return remembered(model, "support", (reads, state_of(model)), find)
 
 
 def check_padding(model: Any) -> None:
@@ -62,7 +67,7 @@ def check_padding(model: Any) -> None:
     def find() -> bool:
         with forked_generators(execution_device(model)):
             try:
-                return _Reference(model, text_config(model)).padding_agrees(abilities)
+                return _Reference(model, text_config(model), model.config.is_encoder_decoder).padding_agrees(abilities)
             except (*_FOREIGN, UnsupportedModelError):
                 return False
 
@@ -95,11 +100,11 @@ def halves_agree(model: Any, exit_layer: int) -> bool:
 
 
 @torch.no_grad()
-def _examine(model: Any) -> Support:
+def _examine(model: Any, with_source: bool) -> Support:
     config = text_config(model)
     masks, why = mask_kinds(config)
     try:
-        reference = _Reference(model, config)
+        reference = _Reference(model, config, with_source)
         cache = reference.prefill()
     except UnsupportedModelError:
         raise
@@ -161,8 +166,8 @@ class _Reference:
     # (tokens are chosen apart from one another and away from the special ids at the ends of most vocabularies)
     PROMPT, LONG, SHORT = 4, 4, 2  # prompt; root, a, b, c; root, d
 
-    def __init__(self, model: Any, config: Any) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: Any, config: Any, with_source: bool = False) -> None:
+        self.model, self.config, self.with_source = model, config, with_source
         self.names = argument_names(model)
         self._takes_positions = self.names.positions in inspect.signature(model.forward).parameters
         vocabulary = config.vocab_size
@@ -217,10 +222,10 @@ class _Reference:
         return cache
 
     def _new_cache(self) -> Any:
-        return kv.new_cache(self.config, with_source=self.model.config.is_encoder_decoder)
+        return kv.new_cache(self.config, with_source=self.with_source)
 
     def _extras(self, rows: int) -> Extras:
-        return Extras(made_up_source(self.model, rows))
+        return Extras(made_up_source(self.model, rows) if self.with_source else {})
 
     def _runner(self, support: Support) -> Any:
         positions = [self.PROMPT]

@@ -70,8 +70,8 @@ def check_decoder_only(model: Any, why: str) -> None:
     """Raise `UnsupportedModelError` for encoder-decoder models, for what works with a decoder alone."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model, and {why}. Use speculative_mode='prompt_lookup' or "
-            "'lookahead'."
+            f"{type(model).__name__} is an encoder-decoder model, and {why}. Use speculative_mode='prompt_lookup', "
+            "'lookahead' or 'assistant'."
         )
 
 
