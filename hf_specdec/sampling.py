@@ -41,6 +41,7 @@ _ROW_WISE = (
     "SuppressTokensAtBeginLogitsProcessor",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
     "ExponentialDecayLengthPenalty",
 )
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import model_of, prompt, run
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 from hf_specdec import NoiseTape, sampling
@@ -100,6 +100,7 @@ def test_a_subclass_is_not_on_the_allow_list() -> None:
 def row_wise_examples() -> dict[str, object]:
     """One of each allow-listed processor; a processor without an example fails the test below."""
     eos = torch.tensor([2])
+    speech = GenerationConfig.from_dict({"no_timestamps_token_id": 25, "eos_token_id": 20, "bos_token_id": 20})
     ignored = torch.tensor([0, 2, 5]) if CACHE_KEY == "cache" else 2  # newer versions take a length per row
     return {
         "TemperatureLogitsWarper": host.TemperatureLogitsWarper(0.7),
@@ -123,6 +124,7 @@ def row_wise_examples() -> dict[str, object]:
         "ForcedBOSTokenLogitsProcessor": host.ForcedBOSTokenLogitsProcessor(1),
         "ForcedEOSTokenLogitsProcessor": host.ForcedEOSTokenLogitsProcessor(13, eos),
         "ExponentialDecayLengthPenalty": host.ExponentialDecayLengthPenalty((2, 1.5), eos, 8),
+        "WhisperTimeStampLogitsProcessor": host.WhisperTimeStampLogitsProcessor(speech, begin_index=2),
     }
 
 
