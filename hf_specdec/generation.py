@@ -41,7 +41,7 @@ from .target import kv_cache as kv
 from .target.extras import Extras, after_prompts
 from .target.hidden import check_hidden
 from .target.selftest import check_padding, support
-from .target.support import Support, check_length, check_steps, check_structure
+from .target.support import Support, check_decoder_only, check_length, check_steps, check_structure
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
@@ -132,6 +132,8 @@ class _Call:
         model, arguments = self.model, dict(self.arguments)
         check_structure(model)
         check_steps(model)
+        if self.mode.decoder_only is not None:
+            check_decoder_only(model, self.mode.decoder_only)
         check_arguments(arguments, self.mode.name, self.mode.needs_assistant)
         streamer = arguments.get("streamer")
         tokenizer = arguments.pop("tokenizer", None)

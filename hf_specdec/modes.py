@@ -36,6 +36,8 @@ class Mode:
     build: Callable[[Request, Any], Drafter]
     # whether it takes `assistant_model=`; for any other mode the argument is an error
     needs_assistant: bool = False
+    # where it cannot draft for encoder-decoder models: why
+    decoder_only: str | None = None
     # where it drafts with heads that are loaded as an adapter: the kind (`HeadKind.name`) that the conformance suite
     # gives it
     needs_heads: str | None = None

@@ -100,7 +100,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", {"head_dim": 8, "sliding_window": 8}),
-    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gpt2": ("GPT2Config", {"n_head": 4, "n_positions": 256}),
     "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
@@ -161,14 +161,35 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo_hybrid": ("OlmoHybridConfig", _DELTA_RULE),
+    # with an encoder
+    "t5": (
+        "T5Config",
+        {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "tie_word_embeddings": False},
+    ),
+    "bart": (
+        "BartConfig",
+        {
+            "encoder_layers": 2,
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+            "forced_eos_token_id": None,
+        },
+    ),
+}
+_WITH_ENCODER = ("t5", "bart")
+# settings that a config has under a name of its own
+_OWN_NAMES: dict[str, dict[str, str]] = {
+    "gpt2": {"num_hidden_layers": "n_layer", "hidden_size": "n_embd"},
+    "t5": {"num_hidden_layers": "num_decoder_layers", "hidden_size": "d_model"},
+    "bart": {"num_hidden_layers": "decoder_layers", "hidden_size": "d_model"},
 }
 # kinds of layers by their share, where a config says them in a list of its own
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 
 
-def tiny_model_names() -> list[str]:
-    """Names that `tiny_model` knows."""
-    return list(_MODELS)
+def tiny_model_names(*, with_encoder: bool | None = None) -> list[str]:
+    """Names that `tiny_model` knows: of all models, or only of those that have an encoder, or have none."""
+    return [name for name in _MODELS if with_encoder in (None, name in _WITH_ENCODER)]
 
 
 def tiny_model(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
@@ -189,13 +210,19 @@ def tiny_model(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.fl
         if layers in wanted:
             # (the last kinds, so that hybrids keep a layer with attention)
             wanted[layers] = wanted[layers][-wanted["num_hidden_layers"] :]
-    if name == "gpt2":
-        for there, here in (("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size")):
-            wanted[there] = settings.get(here, wanted[there])
-        wanted = {key: value for key, value in wanted.items() if key not in ("hidden_size", "num_hidden_layers")}
+    for common, here in _OWN_NAMES.get(name, {}).items():
+        wanted[here] = wanted.pop(common)
     config = config_class(**wanted)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        kind = transformers.AutoModelForSeq2SeqLM if name in _WITH_ENCODER else transformers.AutoModelForCausalLM
+        model = kind.from_config(config, dtype=dtype)
+        if name in _WITH_ENCODER:  # whose configs have other names for it, and less effect
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    words = weight is model.get_input_embeddings().weight
+                    torch.nn.init.normal_(weight, std=0.02 if words else 0.2)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    start = {"decoder_start_token_id": 3} if name in _WITH_ENCODER else {}
+    model.generation_config = transformers.GenerationConfig(**tokens, **start)
     return model.eval()

@@ -15,7 +15,7 @@ import hf_specdec
 from hf_specdec.decoding.control import AdaptiveController
 from hf_specdec.testing import ScriptedDrafter, tiny_model_names
 
-MODELS = tiny_model_names()
+MODELS = tiny_model_names(with_encoder=False)
 
 
 @pytest.mark.parametrize("name", MODELS)

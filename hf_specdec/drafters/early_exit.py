@@ -34,7 +34,6 @@ from ..target.cached_model import CachedModel
 from ..target.halves import Halves
 from ..target.layers import find_layers
 from ..target.selftest import halves_agree
-from ..target.support import check_decoder_only
 from ..tree import TreeBuilder
 from .assistant import AssistantConfig, AssistantDrafter
 from .exit_choice import MARGIN, ExitChoice
@@ -282,7 +281,6 @@ class EarlyExitDrafter(Drafter):
 
 def build(request: Request, config: Any) -> EarlyExitDrafter:
     """The drafter of mode `early_exit`, with a trained exit where one is asked for or loaded."""
-    check_decoder_only(request.model, "early_exit splits the layers of decoder-only models")
     trained = None
     # (a model without adapters has none, and PEFT need not be imported to see that)
     if config.adapter is not None or (config.exit_layer == "auto" and getattr(request.model, "peft_config", None)):

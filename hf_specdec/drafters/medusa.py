@@ -27,7 +27,6 @@ from ..drafter import Drafter
 from ..errors import InvalidSettingError
 from ..modes import Request
 from ..target.cached_model import CachedModel
-from ..target.support import check_decoder_only
 from ..tree import TreeBuilder
 from .prompt_lookup import PromptLookupDrafter
 
@@ -286,7 +285,6 @@ def build(request: Request, config: Any) -> MedusaDrafter:
     """The drafter of mode `medusa`. Raises `AdapterError` where the model has no heads."""
     from ..heads import find_heads
 
-    check_decoder_only(request.model, "draft heads are trained on decoder-only models")
     return MedusaDrafter(find_heads(request.model, config.adapter, mode="medusa"), config)
 
 
